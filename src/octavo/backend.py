@@ -1,0 +1,241 @@
+"""The triple that engines know: Backend (what is possible), MetadataBuilder (a step), Impl (a layer).
+
+vLLM's v1 interface is the model, so that a plug-in only renames; nothing here imports an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.batch import AttentionBatch
+from octavo.cache import LayerCache, Order, PageLayout
+from octavo.errors import Unsupported
+from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS, KVFormat
+from octavo.launch import Plan
+from octavo.planner import Planner
+from octavo.run import append, run
+from octavo.spec import AttentionSpec, KVShard
+
+AttentionKind = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
+"""decoder: causal over pages. encoder: both ways over raw keys. encoder_only: the same, the whole model.
+encoder_decoder: cross attention over pages that were written once."""
+
+MIN_CASCADE_TOKENS = 256
+MIN_CASCADE_SEQS = 8
+
+
+class Backend:
+    """Capabilities of this library, answered without making anything."""
+
+    name = "OCTAVO"
+    kinds: tuple[AttentionKind, ...] = get_args(AttentionKind)
+    dtypes = kernels.FLOAT_DTYPES
+    kv_formats = ("auto", *FLOAT_FORMATS)
+    refused_kv_formats = EIGHT_BIT_FORMATS
+    layouts: tuple[Order, ...] = get_args(Order)
+    preferred_block_size = 16
+
+    @classmethod
+    def supports(
+        cls,
+        *,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_format: str = "auto",
+        block_size: int = 16,
+        kind: AttentionKind = "decoder",
+    ) -> str | None:
+        """Why a configuration cannot be served, in words to act on; None: it can."""
+        if kind not in cls.kinds:
+            return f"unknown kind of attention {kind!r}; known kinds: {', '.join(cls.kinds)}"
+        if spec.causal != (kind == "decoder"):
+            return (
+                f"a layer of kind {kind!r} has causal={kind == 'decoder'}, the spec says causal={spec.causal}"
+            )
+        if block_size < 1:
+            return f"block_size must be at least 1, got {block_size}"
+        try:
+            KVFormat.parse(kv_format, dtype)
+        except ValueError as error:
+            return str(error)
+        return kernels.unsupported(spec, device, dtype)
+
+    @staticmethod
+    def page_layout(
+        spec: AttentionSpec, dtype: torch.dtype, kv_format: str, block_size: int, order: Order = "HND"
+    ) -> PageLayout:
+        """The record of one page of a layer: its bytes, its views, its shape and stride order."""
+        return PageLayout(
+            block_size=block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.v_dim,
+            format=KVFormat.parse(kv_format, dtype),
+            order=order,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BuilderConfig:
+    """What a cache group's layers have in common.
+
+    Args:
+        num_q_heads, value_dim: of the widest layer.
+        block_size, num_blocks: of the cache.
+        max_model_len: longest sequence in tokens.
+        num_speculative_tokens: draft tokens per request and step.
+        shard: the keys that this rank holds.
+        batch_invariant: output bits of a request depend on that request alone.
+        device: where batches live.
+    """
+
+    num_q_heads: int
+    value_dim: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    num_speculative_tokens: int = 0
+    shard: KVShard = KVShard()
+    batch_invariant: bool = False
+    device: torch.device = torch.device("cpu")
+
+
+class MetadataBuilder:
+    """Builds the plan of a step; made once per cache group."""
+
+    def __init__(self, config: BuilderConfig) -> None:
+        self.config = config
+        self._planner = Planner(
+            num_q_heads=config.num_q_heads,
+            value_dim=config.value_dim,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            device=config.device,
+            shard=config.shard,
+            batch_invariant=config.batch_invariant,
+        )
+
+    @property
+    def reorder_batch_threshold(self) -> int:
+        """A request with at most this many new tokens is a decode; engines put decodes first."""
+        return 1 + self.config.num_speculative_tokens
+
+    def build(self, common_prefix_len: int, metadata: AttentionBatch) -> Plan:
+        """The plan of a step for all layers of the group.
+
+        Args:
+            common_prefix_len: keys shared by all sequences, page by page; 0: none.
+            metadata: the step.
+        """
+        return self._planner.plan(metadata, common_prefix_len=common_prefix_len)
+
+    def build_for_graph_capture(self, metadata: AttentionBatch) -> Plan:
+        """The plan to capture: as if every sequence could be as long as the model allows."""
+        return self.build(0, dataclasses.replace(metadata, max_seq_len=self.config.max_model_len))
+
+    def use_cascade(self, common_prefix_len: int, num_seqs: int) -> bool:
+        """Whether reading a prefix once for all sequences pays."""
+        return common_prefix_len >= MIN_CASCADE_TOKENS and num_seqs >= MIN_CASCADE_SEQS
+
+
+class Impl:
+    """One layer's attention.
+
+    Args:
+        spec: what the layer computes; `window_radii` turns a model's window into the spec's.
+        kind: kind of attention.
+        alibi_slopes: [num_q_heads] float or None, iff spec.alibi.
+        sinks: [num_q_heads] float or None, iff spec.sinks.
+        shares_kv: the layer reads the pages of another layer and writes none.
+
+    Raises:
+        ValueError: tensors and spec do not fit.
+        Unsupported: the kind contradicts the spec.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        kind: AttentionKind = "decoder",
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        shares_kv: bool = False,
+    ) -> None:
+        for name, term, wanted in (
+            ("alibi_slopes", alibi_slopes, spec.alibi is not None),
+            ("sinks", sinks, spec.sinks),
+        ):
+            if (term is not None) != wanted:
+                raise ValueError(f"{name} must be {'given' if wanted else 'None'}: the spec says {spec}")
+        if kind not in get_args(AttentionKind) or spec.causal != (kind == "decoder"):
+            raise Unsupported(f"kind {kind!r} and causal={spec.causal} contradict each other")
+        self.spec = spec
+        self.kind = kind
+        self.shares_kv = shares_kv
+        self._alibi_slopes = None if alibi_slopes is None else alibi_slopes.float()
+        self._sinks = None if sinks is None else sinks.float()
+
+    def update_cache(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan | None) -> None:
+        """Write new keys and values [>= num_slots, num_kv_heads, head_dim | value_dim] into their pages.
+
+        A layer that shares another's pages writes nothing, nor does a step without slots or plan.
+        """
+        if not self.shares_kv and plan is not None and plan.slot_mapping is not None:
+            append(cache, k, v, plan.slot_mapping)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache | None,
+        plan: Plan | None,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Attend, into `out`.
+
+        Args:
+            q: [>= num_tokens, num_q_heads, head_dim].
+            k, v: [num_keys, num_kv_heads, head_dim | value_dim], read by encoder layers, whose plan comes
+                from `AttentionBatch.from_raw_keys`; other layers read `cache`.
+            cache: the layer's pages; None for encoder layers.
+            plan: the step; None (a profiling run): out is filled with 0.
+            out: [>= num_tokens, num_q_heads, value_dim], written in place.
+            lse: [>= num_tokens, num_q_heads] float32 or None, written in place.
+        """
+        if plan is None:
+            out.zero_()
+            return
+        if self.kind in ("encoder", "encoder_only"):
+            if k is None or v is None:
+                raise ValueError(f"a layer of kind {self.kind!r} attends to k and v, got None")
+            cache = LayerCache(k.unsqueeze(1), v.unsqueeze(1))  # raw keys are pages of one row
+        if cache is None:
+            raise ValueError(f"a layer of kind {self.kind!r} attends to its cache, got None")
+        run(plan, self.spec, q, cache, out, lse, alibi_slopes=self._alibi_slopes, sinks=self._sinks)
+
+
+def window_radii(
+    sliding_window: int | None, kind: AttentionKind = "decoder"
+) -> tuple[int | None, int | None]:
+    """(window_left, window_right) of a model's `sliding_window`, which counts the query itself.
+
+    A decoder's window looks back, an encoder's both ways. None: no window.
+
+    Raises:
+        ValueError: a window below 1.
+    """
+    if sliding_window is None:
+        return None, None
+    if sliding_window < 1:
+        raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
+    return sliding_window - 1, 0 if kind == "decoder" else sliding_window - 1

@@ -1,0 +1,1 @@
+"""Benchmarks, and the named problems that they share with the tests."""

@@ -1,0 +1,86 @@
+"""The one dispatch: which kernels serve a problem, and why some do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import Unsupported
+from octavo.launch import Launch, Plan, State
+from octavo.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from octavo.cache import LayerCache
+
+BACKENDS = ("cpu", "triton", "gluon")
+"""Kernel families, by name."""
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Kernels(Protocol):
+    """What a kernel family offers; arguments are checked by the callers in `octavo.run`."""
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        plan: Plan,
+        launch: Launch,
+        q: Tensor,
+        cache: LayerCache,
+        state: State,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Run one launch: state.out [num_splits, ...] and state.lse, of the launch's own splits."""
+
+    def append(self, cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Write row i of k and v to slot_mapping[i], where that is not negative."""
+
+    def merge(self, parts: State, sinks: Tensor | None, result: State) -> None:
+        """Merge parts [num_parts, ...] into result [1, ...]."""
+
+
+def unsupported(
+    spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None
+) -> str | None:
+    """Why `backend` (None: the best for the device) cannot compute this; None: it can."""
+    if backend is not None and backend not in BACKENDS:
+        return f"unknown backend {backend!r}; known backends: reference, {', '.join(BACKENDS)}"
+    if device.type != "cpu" or backend in ("triton", "gluon"):
+        where = f"backend {backend!r}" if backend else f"device {device}"
+        return f"{where} needs GPU kernels, which this version does not have; move the tensors to the CPU"
+    if q_dtype not in FLOAT_DTYPES:
+        return f"q of {q_dtype} is not supported; use float16, bfloat16 or float32"
+    if spec.head_dim > 512 or spec.v_dim > 512:
+        return f"head_dim {spec.head_dim} and value_dim {spec.v_dim} must be at most 512"
+    return None
+
+
+def select(
+    spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None
+) -> Kernels:
+    """The kernels for a problem.
+
+    Raises:
+        Unsupported: with the reason that `unsupported` gives.
+    """
+    reason = unsupported(spec, device, q_dtype, backend)
+    if reason is not None:
+        raise Unsupported(reason)
+    return for_device(device)
+
+
+def for_device(device: torch.device) -> Kernels:
+    """The kernels for work that needs no spec (append, merge).
+
+    Raises:
+        Unsupported: no kernels run on this device.
+    """
+    if device.type != "cpu":
+        raise Unsupported(f"device {device} needs GPU kernels, which this version does not have")
+    from octavo.kernels import cpu
+
+    return cpu

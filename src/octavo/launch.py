@@ -1,0 +1,171 @@
+"""What a step runs: launches, and the plan that holds them. Facts only; the planner decides them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.spec import KVShard
+
+
+class State(NamedTuple):
+    """Partial results over parts of the keys; merging them gives the attention.
+
+    out: [num_parts, num_tokens, num_q_heads, value_dim]; float32 for partial results, and for a final
+        result (num_parts = 1) any float dtype.
+    lse: [num_parts, num_tokens, num_q_heads] float32, natural log, -inf where nothing was attended; None
+        where the caller does not want it.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: (a run of query rows) x (a range of keys), the keys cut into splits.
+
+    A launch has its own sequences, which a planner forms: the batch's sequences, or for a cascade level
+    one sequence out of all rows of a group. Launch sequence i owns the launch rows
+    [query_start_loc[i], query_start_loc[i+1]) and reads the pages of the batch's sequence `seqs[i]`.
+
+    Args:
+        query_start_loc: [n + 1] int32, launch rows of each launch sequence.
+        kv_splits: [n, num_splits + 1] int32, ascending local key indices: split s of sequence i covers
+            [kv_splits[i, s], kv_splits[i, s+1]) intersected with each row's mask interval.
+        first_state: split s writes its result to state first_state + s of the plan.
+        rows: [num_rows] int64, the query row behind each launch row; None: they are the same.
+        seqs: [n] int64, whose block-table row a launch sequence reads; None: its own.
+    """
+
+    query_start_loc: Tensor
+    kv_splits: Tensor
+    first_state: int
+    rows: Tensor | None = None
+    seqs: Tensor | None = None
+
+    @property
+    def num_splits(self) -> int:
+        return self.kv_splits.shape[1] - 1
+
+
+class Workspace:
+    """Float32 scratch for partial results, grown by the planner and reused by every step and layer."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._buffer = torch.empty(0, dtype=torch.float32, device=device)
+
+    def reserve(self, num_states: int, num_tokens: int, num_q_heads: int, value_dim: int) -> None:
+        """Grow so that `states` of these sizes fit."""
+        needed = num_states * num_tokens * num_q_heads * (value_dim + 1)
+        if self._buffer.numel() < needed:
+            self._buffer = self._buffer.new_empty(needed)
+
+    def states(self, num_states: int, num_tokens: int, num_q_heads: int, value_dim: int) -> State:
+        """Views for that many states, their content undefined.
+
+        Raises:
+            ValueError: more is asked for than the planner reserved: the layer is wider than planned for.
+        """
+        num_lse = num_states * num_tokens * num_q_heads
+        num_out = num_lse * value_dim
+        if num_out + num_lse > self._buffer.numel():
+            raise ValueError(
+                f"the plan reserved {self._buffer.numel()} floats for partial results, this layer needs "
+                f"{num_out + num_lse} ({num_q_heads} query heads, value_dim {value_dim}): "
+                f"give the planner the widest layer"
+            )
+        out = self._buffer[:num_out].view(num_states, num_tokens, num_q_heads, value_dim)
+        lse = self._buffer[num_out : num_out + num_lse].view(num_states, num_tokens, num_q_heads)
+        return State(out, lse)
+
+
+class Piece(NamedTuple):
+    """Row `row` meets local keys [kv_start, kv_end) and leaves the result in state `state`."""
+
+    row: int
+    state: int
+    kv_start: int
+    kv_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's launches and the facts of its query rows; shared by all layers.
+
+    Invariant (tested by `check_exact_cover`): for every row, the launches' key ranges cover each local key
+    exactly once, and no two of them share a state.
+
+    Args:
+        launches: what to run; may be empty.
+        positions: [num_tokens] int32, global position of each query row.
+        seq_lens: [num_tokens] int32, keys of each row's sequence; 0 for padding rows.
+        block_table: [num_seqs, max_blocks] int32.
+        slot_mapping: [num_slots] int64 or None, for `append`.
+        num_states: partial results per row; 1: the launch writes the final result.
+        workspace: where partial results live when num_states > 1.
+        shard: which keys this rank holds.
+        batch_invariant: a row's bits may depend on its own keys only.
+    """
+
+    launches: tuple[Launch, ...]
+    positions: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor | None
+    num_states: int
+    workspace: Workspace
+    shard: KVShard = KVShard()
+    batch_invariant: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    def update_block_table(self, block_table: Tensor, slot_mapping: Tensor | None) -> Plan:
+        """The same plan over the pages of another cache group, which has the same lengths.
+
+        Args:
+            block_table: [num_seqs, max_blocks] int32 of that group, as wide as the lengths need.
+            slot_mapping: [num_slots] int64 of that group, or None.
+        """
+        if block_table.shape[0] != self.block_table.shape[0]:
+            raise ValueError(
+                f"block_table must have {self.block_table.shape[0]} rows as the plan's, got {block_table.shape[0]}"
+            )
+        return dataclasses.replace(self, block_table=block_table, slot_mapping=slot_mapping)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every (row, key range, state) of the plan, read back to the host: for tests and debugging."""
+        for launch in self.launches:
+            starts = launch.query_start_loc.tolist()
+            for i, bounds in enumerate(launch.kv_splits.tolist()):
+                for launch_row in range(starts[i], starts[i + 1]):
+                    row = launch_row if launch.rows is None else int(launch.rows[launch_row])
+                    for s in range(launch.num_splits):
+                        yield Piece(row, launch.first_state + s, bounds[s], bounds[s + 1])
+
+
+def check_exact_cover(plan: Plan) -> None:
+    """Raise AssertionError unless each row meets each of its local keys exactly once, in distinct states."""
+    local_lens = plan.shard.local_count(plan.seq_lens).tolist()
+    ranges: list[list[tuple[int, int]]] = [[] for _ in local_lens]
+    states: list[list[int]] = [[] for _ in local_lens]
+    for piece in plan.pieces():
+        assert 0 <= piece.state < plan.num_states, f"{piece} outside the plan's {plan.num_states} states"
+        assert piece.kv_start <= piece.kv_end, f"{piece} is reversed"
+        states[piece.row].append(piece.state)
+        if piece.kv_start < piece.kv_end:
+            ranges[piece.row].append((piece.kv_start, piece.kv_end))
+    for row, length in enumerate(local_lens):
+        assert len(set(states[row])) == len(states[row]), f"row {row} writes a state twice: {states[row]}"
+        end = 0
+        for start, stop in sorted(ranges[row]):
+            assert start == end, f"row {row}: keys [{end}, {start}) are missing or met twice"
+            end = stop
+        assert end >= length, f"row {row} meets {end} of {length} keys"

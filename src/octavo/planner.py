@@ -1,0 +1,305 @@
+"""batch -> Plan: how a step is cut into launches.
+
+Every policy lives here: splits, cascade levels, shards. The work is tensor arithmetic on the batch's device
+from bounds that the host knows already, so that building a plan never waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.batch import AttentionBatch
+from octavo.launch import Launch, Plan, Workspace
+from octavo.spec import KVShard
+
+INVARIANT_SPLIT = 512
+"""Keys of a split in the batch-invariant mode: boundaries at its multiples, whatever the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Sequences that share their first keys, page by page.
+
+    Args:
+        seqs: indices of the sequences in the batch, at least one.
+        length: shared keys (global positions), not necessarily a multiple of block_size.
+    """
+
+    seqs: tuple[int, ...]
+    length: int
+
+
+class Planner:
+    """Builds plans for one kind of cache group and owns the buffers that they use.
+
+    Args:
+        num_q_heads, value_dim: of the widest layer that will run on the plans.
+        block_size: rows of a page.
+        num_blocks: pages of the cache, to check tables and slots against; None: not checked.
+        device: where batches live.
+        shard: the keys that this rank holds.
+        batch_invariant: a request's output bits depend on that request alone. Splits then have a fixed
+            number of keys, and prefixes are shared in whole splits.
+        check: compare lengths, tables and slots with their bounds at every plan. None: yes on CPU, where it
+            costs next to nothing; on a GPU it waits for the device, so it is a debug mode.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_q_heads: int,
+        value_dim: int,
+        block_size: int,
+        num_blocks: int | None = None,
+        device: torch.device | str = "cpu",
+        shard: KVShard = KVShard(),
+        batch_invariant: bool = False,
+        check: bool | None = None,
+    ) -> None:
+        self.num_q_heads = num_q_heads
+        self.value_dim = value_dim
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.shard = shard
+        self.batch_invariant = batch_invariant
+        self.check = torch.device(device).type == "cpu" if check is None else check
+        self._workspace = Workspace(device)
+
+    def plan(
+        self,
+        batch: AttentionBatch,
+        *,
+        num_splits: int | None = None,
+        common_prefix_len: int = 0,
+        prefix_levels: Sequence[Sequence[PrefixGroup]] = (),
+    ) -> Plan:
+        """Cut a step into launches.
+
+        Args:
+            batch: the step.
+            num_splits: parts of every key range; None: the planner's choice.
+            common_prefix_len: keys shared by all sequences; 0: none. Short for one level with one group.
+            prefix_levels: cascade levels, outermost first; the groups of a level are disjoint, and all
+                sequences of a group have met the same keys in the levels before.
+
+        Returns:
+            A plan for every layer of the step, whatever its windows, score transforms or dtype.
+
+        Raises:
+            ValueError: an argument is out of range, or (when checking) the batch contradicts itself, a table
+                entry or slot lies outside the cache, or a group does not share its pages.
+        """
+        if num_splits is not None:
+            if num_splits < 1:
+                raise ValueError(f"num_splits must be None or at least 1, got {num_splits}")
+            if self.batch_invariant:
+                raise ValueError(
+                    f"num_splits={num_splits} contradicts batch_invariant, which splits every "
+                    f"{INVARIANT_SPLIT} keys: give one of them"
+                )
+        if common_prefix_len < 0:
+            raise ValueError(f"common_prefix_len must be at least 0, got {common_prefix_len}")
+        if common_prefix_len and prefix_levels:
+            raise ValueError("give common_prefix_len or prefix_levels, not both")
+        if common_prefix_len and batch.num_seqs:
+            prefix_levels = [[PrefixGroup(tuple(range(batch.num_seqs)), common_prefix_len)]]
+
+        local_lens = self.shard.local_count(batch.seq_lens)
+        if self.check:
+            self._check_batch(batch, local_lens)
+        max_local_len = self.shard.max_local_count(batch.max_seq_len)
+        seq_of_row, is_row = _sequence_of_rows(batch)
+        launches: list[Launch] = []
+        num_states = 0
+        done = [0] * batch.num_seqs
+        for level in prefix_levels if batch.num_tokens else ():
+            groups, start, end = self._level(batch, level, done)
+            if not groups:
+                continue
+            launch = self._group_launch(
+                groups, start, end, local_lens, seq_of_row, is_row, num_states, num_splits
+            )
+            if self.check:
+                self._check_sharing(batch, groups, end, local_lens)
+            launches.append(launch)
+            num_states += launch.num_splits
+        if batch.num_tokens and batch.num_seqs:
+            start_of_seq = torch.tensor(done, dtype=torch.int32, device=batch.device).minimum(local_lens)
+            kv_splits = self._splits(start_of_seq, local_lens, max_local_len - min(done), num_splits)
+            launches.append(Launch(batch.query_start_loc, kv_splits, num_states))
+            num_states += kv_splits.shape[1] - 1
+        if num_states > 1:
+            self._workspace.reserve(num_states, batch.num_tokens, self.num_q_heads, self.value_dim)
+        positions, seq_lens = _facts_of_rows(batch, seq_of_row, is_row)
+        return Plan(
+            launches=tuple(launches),
+            positions=positions,
+            seq_lens=seq_lens,
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            num_states=num_states,
+            workspace=self._workspace,
+            shard=self.shard,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _level(
+        self, batch: AttentionBatch, level: Sequence[PrefixGroup], done: list[int]
+    ) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        """The groups of a level that have keys left to share, with their local ranges; advances `done`."""
+        groups, starts, ends = [], [], []
+        taken: set[int] = set()
+        for group in level:
+            unknown = [s for s in group.seqs if not 0 <= s < batch.num_seqs]
+            if not group.seqs or unknown:
+                raise ValueError(f"a prefix group needs sequences in [0, {batch.num_seqs}), got {group.seqs}")
+            if taken.intersection(group.seqs):
+                raise ValueError(f"groups of a level must be disjoint, {group.seqs} meets another group")
+            taken.update(group.seqs)
+            before = {done[s] for s in group.seqs}
+            if len(before) > 1:
+                raise ValueError(f"sequences {group.seqs} have met different prefixes in the levels before")
+            start = before.pop()
+            end = self.shard.local_count(min(group.length, batch.max_seq_len))
+            if self.batch_invariant:
+                end = end // INVARIANT_SPLIT * INVARIANT_SPLIT
+            if end <= start:
+                continue
+            for s in group.seqs:
+                done[s] = end
+            groups.append(group.seqs)
+            starts.append(start)
+            ends.append(end)
+        return groups, starts, ends
+
+    def _group_launch(
+        self,
+        groups: list[tuple[int, ...]],
+        start: list[int],
+        end: list[int],
+        local_lens: Tensor,
+        seq_of_row: Tensor,
+        is_row: Tensor,
+        first_state: int,
+        num_splits: int | None,
+    ) -> Launch:
+        """One sequence per group: all rows of its members, over the group's own key range."""
+        device = local_lens.device
+        group_of_seq = torch.full_like(local_lens, len(groups))
+        longest = []
+        for g, seqs in enumerate(groups):
+            members = torch.tensor(seqs, device=device)
+            group_of_seq[members] = g
+            longest.append(members[local_lens[members].argmax()])
+        # Rows in group order; those of no group sort last and belong to no launch sequence.
+        group_of_row = torch.where(is_row, group_of_seq[seq_of_row], len(groups))
+        in_order, rows = group_of_row.sort(stable=True)
+        edges = torch.arange(len(groups) + 1, dtype=in_order.dtype, device=device)
+        seqs_of_launch = torch.stack(longest)
+        # A group may claim more keys than its longest member has.
+        stop = torch.tensor(end, dtype=torch.int32, device=device).minimum(local_lens[seqs_of_launch])
+        begin = torch.tensor(start, dtype=torch.int32, device=device).minimum(stop)
+        longest_range = max(e - s for s, e in zip(start, end, strict=True))
+        return Launch(
+            query_start_loc=torch.searchsorted(in_order, edges).to(torch.int32),
+            kv_splits=self._splits(begin, stop, longest_range, num_splits),
+            first_state=first_state,
+            rows=rows,
+            seqs=seqs_of_launch,
+        )
+
+    def _splits(self, start: Tensor, end: Tensor, max_len: int, num_splits: int | None) -> Tensor:
+        """Boundaries [n, num_splits + 1] of the parts of [start, end), each at most max_len long."""
+        if self.batch_invariant:
+            num_splits = max(1, -(-max_len // INVARIANT_SPLIT))
+            size = torch.full_like(start, INVARIANT_SPLIT)
+        else:
+            # Splits beat one pass only on devices with more workers than rows; the CPU kernels have none.
+            num_splits = 1 if num_splits is None else num_splits
+            pages = -(-(end - start) // (num_splits * self.block_size))
+            size = pages * self.block_size
+        part = torch.arange(num_splits + 1, dtype=torch.int32, device=start.device)
+        return (start[:, None] + part * size[:, None]).minimum(end[:, None])
+
+    def _check_batch(self, batch: AttentionBatch, local_lens: Tensor) -> None:
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        query_lens = starts.diff()
+        if int(starts[0]) != 0 or bool((query_lens < 0).any()) or int(starts[-1]) > batch.num_tokens:
+            raise ValueError(
+                f"query_start_loc must start at 0, never fall and end at or below num_tokens = "
+                f"{batch.num_tokens}, got {starts.tolist()}"
+            )
+        if not batch.num_seqs:
+            return
+        if int(query_lens.max()) > batch.max_query_len:
+            raise ValueError(
+                f"max_query_len = {batch.max_query_len}, but a sequence has {int(query_lens.max())}"
+            )
+        if int(lens.min()) < 0 or int(lens.max()) > batch.max_seq_len:
+            raise ValueError(
+                f"seq_lens must lie in [0, max_seq_len = {batch.max_seq_len}], "
+                f"got {int(lens.min())} to {int(lens.max())}"
+            )
+        used = -(-local_lens // self.block_size)
+        width = batch.block_table.shape[1]
+        if int(used.max()) > width:
+            raise ValueError(
+                f"block_table has {width} columns, {int(local_lens.max())} keys in blocks of "
+                f"{self.block_size} need {int(used.max())}"
+            )
+        if self.num_blocks is None:
+            return
+        in_use = torch.arange(width, device=batch.device) < used[:, None]
+        outside = in_use & ((batch.block_table < 0) | (batch.block_table >= self.num_blocks))
+        if bool(outside.any()):
+            seq, column = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"block_table[{seq}, {column}] = {int(batch.block_table[seq, column])} lies outside "
+                f"the cache's {self.num_blocks} blocks"
+            )
+        slots = batch.slot_mapping
+        if slots is not None and slots.numel() and int(slots.max()) >= self.num_blocks * self.block_size:
+            raise ValueError(
+                f"slot_mapping holds {int(slots.max())}, the cache has {self.num_blocks * self.block_size} slots"
+            )
+
+    def _check_sharing(
+        self, batch: AttentionBatch, groups: list[tuple[int, ...]], end: list[int], local_lens: Tensor
+    ) -> None:
+        column = torch.arange(batch.block_table.shape[1], device=batch.device)
+        for seqs, stop in zip(groups, end, strict=True):
+            members = torch.tensor(seqs, device=batch.device)
+            longest = members[local_lens[members].argmax()]
+            shared = column < -(-local_lens[members].clamp(max=stop) // self.block_size)[:, None]
+            differs = shared & (batch.block_table[members] != batch.block_table[longest])
+            if bool(differs.any()):
+                seq, where = differs.nonzero()[0].tolist()
+                raise ValueError(
+                    f"sequences {seqs} do not share their first {stop} keys: block_table[{seqs[seq]}, {where}] "
+                    f"= {int(batch.block_table[seqs[seq], where])} differs from "
+                    f"{int(batch.block_table[longest, where])}"
+                )
+
+
+def _sequence_of_rows(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """Which sequence each of num_tokens rows belongs to, and whether it belongs to one at all."""
+    row = torch.arange(batch.num_tokens, dtype=torch.int32, device=batch.device)
+    if not batch.num_seqs:
+        return row.long(), torch.zeros_like(row, dtype=torch.bool)
+    seq = torch.searchsorted(batch.query_start_loc[1:], row, right=True)
+    return seq.clamp(max=batch.num_seqs - 1), seq < batch.num_seqs
+
+
+def _facts_of_rows(batch: AttentionBatch, seq_of_row: Tensor, is_row: Tensor) -> tuple[Tensor, Tensor]:
+    """Global position and number of keys of each row; a padding row has no key."""
+    if not batch.num_seqs:
+        empty = torch.zeros(batch.num_tokens, dtype=torch.int32, device=batch.device)
+        return empty, empty
+    row = torch.arange(batch.num_tokens, dtype=torch.int32, device=batch.device)
+    lens = batch.seq_lens[seq_of_row]
+    positions = lens - batch.query_start_loc[seq_of_row + 1] + row
+    return positions, lens * is_row

@@ -1,0 +1,185 @@
+"""Write and attend: the only caller of kernels. It launches and merges; the planner thinks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.cache import LayerCache
+from octavo.launch import Plan, State
+from octavo.spec import AttentionSpec
+
+
+def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Write new keys and values into their pages.
+
+    Args:
+        cache: one layer's views, written in place.
+        k: [>= num_slots, num_kv_heads, head_dim], any float dtype; rows past num_slots are padding.
+        v: [>= num_slots, num_kv_heads, value_dim], likewise.
+        slot_mapping: [num_slots] int64, block * block_size + offset; negative: not stored.
+
+    Raises:
+        TypeError, ValueError: a shape, dtype, device or (on CPU) slot does not fit; nothing is written then.
+    """
+    num_slots = slot_mapping.shape[0]
+    if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
+        raise TypeError(
+            f"slot_mapping must be int64 [num_slots], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+        )
+    for name, new, pages in (("k", k, cache.k_cache), ("v", v, cache.v_cache)):
+        if new.ndim != 3 or new.shape[1:] != pages.shape[2:] or new.shape[0] < num_slots:
+            raise ValueError(
+                f"{name} must be [at least num_slots = {num_slots}, {pages.shape[2]}, {pages.shape[3]}], "
+                f"got {tuple(new.shape)}"
+            )
+        if not new.is_floating_point():
+            raise TypeError(f"{name} must be a float tensor, got {new.dtype}")
+        if new.device != pages.device or slot_mapping.device != pages.device:
+            raise ValueError(
+                f"{name} is on {new.device}, slot_mapping on {slot_mapping.device}, its cache on {pages.device}"
+            )
+    slots = cache.num_blocks * cache.block_size
+    if slot_mapping.device.type == "cpu" and num_slots and int(slot_mapping.max()) >= slots:
+        raise ValueError(f"slot_mapping holds {int(slot_mapping.max())}, the cache has {slots} slots")
+    kernels.for_device(k.device).append(cache, k, v, slot_mapping)
+
+
+def run(
+    plan: Plan,
+    spec: AttentionSpec,
+    q: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attention of one layer.
+
+    With a shard of more than one rank the result is this rank's state, to be reduced over ranks by
+    `merge_states`; the sink belongs to that reduction, so `sinks` must be None here.
+
+    Args:
+        plan: the step.
+        spec: the layer.
+        q: [>= num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32, last dimension contiguous.
+        cache: the layer's pages.
+        out: [>= num_tokens, num_q_heads, value_dim], written in place; rows past num_tokens stay as they are.
+        lse: [>= num_tokens, num_q_heads] float32 or None, written in place: natural log, -inf where a row
+            sees no key (with a sink: the sink).
+        alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
+        sinks: [num_q_heads] float32, given iff spec.sinks.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; nothing is written then.
+        Unsupported: no kernel serves this spec, dtype and device.
+    """
+    family = kernels.select(spec, q.device, q.dtype)
+    _check_run(plan, spec, q, cache, out, lse)
+    _check_head_terms(plan, spec, alibi_slopes, sinks, q.device)
+    n = plan.num_tokens
+    result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
+    if plan.num_states <= 1:
+        for launch in plan.launches:
+            family.attend(spec, plan, launch, q, cache, result, alibi_slopes, sinks)
+        return
+    parts = plan.workspace.states(plan.num_states, n, spec.num_q_heads, spec.v_dim)
+    assert parts.lse is not None
+    parts.lse.fill_(-torch.inf)  # a row that a launch leaves out has an empty part there
+    for launch in plan.launches:
+        mine = slice(launch.first_state, launch.first_state + launch.num_splits)
+        family.attend(
+            spec, plan, launch, q, cache, State(parts.out[mine], parts.lse[mine]), alibi_slopes, None
+        )
+    family.merge(parts, sinks, result)
+
+
+def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Merge partial results over parts of the keys.
+
+    The merge is associative up to float32 rounding; (anything, -inf) is its identity.
+
+    Args:
+        outs: [num_parts, num_tokens, num_q_heads, value_dim], any float dtype and strides.
+        lses: [num_parts, num_tokens, num_q_heads] float32, natural log, any strides.
+        sinks: [num_q_heads] float32 or None; joins once.
+
+    Returns:
+        out [num_tokens, num_q_heads, value_dim] in outs' dtype, lse [num_tokens, num_q_heads] float32.
+    """
+    if outs.ndim != 4 or lses.shape != outs.shape[:3] or not outs.shape[0]:
+        raise ValueError(
+            f"outs must be [num_parts >= 1, num_tokens, num_q_heads, value_dim] and lses "
+            f"[num_parts, num_tokens, num_q_heads], got {tuple(outs.shape)} and {tuple(lses.shape)}"
+        )
+    if lses.dtype != torch.float32 or not outs.is_floating_point():
+        raise TypeError(f"outs must be float and lses float32, got {outs.dtype} and {lses.dtype}")
+    if sinks is not None and (sinks.shape != lses.shape[2:] or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks must be float32 [{lses.shape[2]}], got {sinks.dtype} {tuple(sinks.shape)}")
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    parts = State(outs.float(), lses)
+    kernels.for_device(outs.device).merge(parts, sinks, State(out.unsqueeze(0), lse.unsqueeze(0)))
+    return out, lse
+
+
+def _check_run(
+    plan: Plan, spec: AttentionSpec, q: Tensor, cache: LayerCache, out: Tensor, lse: Tensor | None
+) -> None:
+    n, heads = plan.num_tokens, spec.num_q_heads
+    for name, rows, width in (("q", q, spec.head_dim), ("out", out, spec.v_dim)):
+        if rows.ndim != 3 or rows.shape[0] < n or rows.shape[1:] != (heads, width):
+            raise ValueError(
+                f"{name} must be [at least num_tokens = {n}, {heads}, {width}], got {tuple(rows.shape)}"
+            )
+        if rows.stride(-1) != 1 and rows.numel():
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {rows.stride()}")
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.ndim != 2 or lse.shape[0] < n or lse.shape[1] != heads
+    ):
+        raise ValueError(
+            f"lse must be float32 [at least num_tokens = {n}, {heads}], got {lse.dtype} {tuple(lse.shape)}"
+        )
+    if not out.is_floating_point():
+        raise TypeError(f"out must be a float tensor, got {out.dtype}")
+    for name, pages, width in (
+        ("k_cache", cache.k_cache, spec.head_dim),
+        ("v_cache", cache.v_cache, spec.v_dim),
+    ):
+        if pages.shape[2:] != (spec.num_kv_heads, width):
+            raise ValueError(
+                f"{name} must be [num_blocks, block_size, {spec.num_kv_heads}, {width}], got {tuple(pages.shape)}"
+            )
+        if pages.dtype not in kernels.FLOAT_DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {pages.dtype}")
+    devices = {t.device for t in (q, out, cache.k_cache, plan.positions)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"q is on {q.device}, out on {out.device}, the cache on {cache.k_cache.device}, the plan on "
+            f"{plan.positions.device}: use one device"
+        )
+
+
+def _check_head_terms(
+    plan: Plan, spec: AttentionSpec, alibi_slopes: Tensor | None, sinks: Tensor | None, device: torch.device
+) -> None:
+    sharded = plan.shard.dcp_world > 1
+    if sharded and sinks is not None:
+        raise ValueError(
+            "a rank's partial result has no sink; give sinks to merge_states, which reduces the ranks"
+        )
+    for name, term, wanted in (
+        ("alibi_slopes", alibi_slopes, spec.alibi is not None),
+        ("sinks", sinks, spec.sinks and not sharded),
+    ):
+        if (term is not None) != wanted:
+            raise ValueError(f"{name} must be {'given' if wanted else 'None'}: the spec says {spec}")
+        if term is not None and (
+            term.shape != (spec.num_q_heads,) or term.dtype != torch.float32 or term.device != device
+        ):
+            raise ValueError(
+                f"{name} must be float32 [{spec.num_q_heads}] on {device}, "
+                f"got {term.dtype} {tuple(term.shape)} on {term.device}"
+            )
