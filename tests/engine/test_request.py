@@ -104,9 +104,13 @@ def test_a_request_counts_prompt_and_output() -> None:
     assert not request.is_at_limit
     request.output_token_ids.append(4)
     assert request.is_at_limit
-    assert not request.is_finished
-    request.finish_reason = "length"
-    assert request.is_finished
+
+
+def test_a_request_is_finished_once_it_has_a_reason() -> None:
+    finished = Request("a", [1])
+    finished.finish_reason = "length"
+    assert finished.is_finished
+    assert not Request("a", [1]).is_finished
 
 
 def test_tokens_is_a_slice_of_token_ids_everywhere() -> None:

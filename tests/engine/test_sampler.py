@@ -17,7 +17,7 @@ from octavo.engine.sampler import SampledToken, Sampler
 VOCAB = 64
 PROMPT = (3, 1, 4, 1, 5)
 
-SETTINGS: dict[str, float] = {
+SETTINGS: dict[str, Any] = {
     "temperature": 0.6,
     "top_k": 7,
     "top_p": 0.8,
@@ -25,7 +25,7 @@ SETTINGS: dict[str, float] = {
     "repetition_penalty": 1.5,
 }
 ALONE_AND_IN_PAIRS = [names for n in (0, 1, 2) for names in itertools.combinations(SETTINGS, n)]
-NEUTRAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # generate's own defaults are not
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # generate's own defaults are not
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_penalised_greedy_gives_the_tokens_of_generate(model: LlamaForCausalLM) 
     "options", [{}, *({name: SETTINGS[name]} for name in SETTINGS), SETTINGS | {"temperature": 3.0}], ids=str
 )
 def test_frequencies_are_the_probabilities_of_generate(
-    model: LlamaForCausalLM, options: dict[str, float]
+    model: LlamaForCausalLM, options: dict[str, Any]
 ) -> None:
     draws = 4000
     step = generate(model, 0, 1, **options)
@@ -145,9 +145,21 @@ def test_penalty_covers_prompt_and_output_once_and_each_row_its_own() -> None:
     assert tokens == [5, 6, 5]
 
 
+def test_rows_of_different_lengths_do_not_share_penalties() -> None:
+    """Token i is the best of row i unless it is penalised there; only the histories of other rows hold it."""
+    rows = torch.arange(VOCAB)
+    logits = torch.zeros(VOCAB, VOCAB)
+    logits[rows, rows] = 9.0
+    logits[rows, (rows + 3) % VOCAB] = 8.0
+    requests = [request(str(i), repetition_penalty=1.2) for i in range(VOCAB)]
+    for i, one in enumerate(requests):
+        one.prompt_token_ids = ((i + 1) % VOCAB,) * (1 + i % 5)
+    assert [s.token_id for s in Sampler().sample(logits, requests)] == rows.tolist()
+
+
 def test_tokens_of_a_seed_do_not_depend_on_the_batch_or_on_preemption() -> None:
     steps = random_logits(12, VOCAB, seed=1)
-    params = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 42}
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 42}
     alone = follow(Sampler(), request(**params), list(steps[:, None]))
     assert len(set(alone)) > 4
 
@@ -194,7 +206,7 @@ def test_sampling_leaves_torchs_global_generator_and_the_logits_alone() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = random_logits(4, VOCAB).to(torch.bfloat16)
-    params = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 1.5, "seed": 0}
+    params: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 1.5, "seed": 0}
     requests = [request(str(n), **params, logprobs=n) for n in (None, 0, 3, VOCAB + 5)]
     none, chosen, three, every = Sampler().sample(logits, requests)
     assert none.logprob is None
@@ -248,7 +260,7 @@ def test_a_temperature_that_overflows_fails_that_request_only() -> None:
 
 def test_no_requests_and_wrong_shapes() -> None:
     assert Sampler().sample(torch.empty(0, VOCAB), []) == []
-    with pytest.raises(ValueError, match=r"shape \[2, 64\]; the rule is \[1, vocab\]"):
+    with pytest.raises(ValueError, match=r"shape \[2, 64\] for 1 requests; they must be \[1, vocab\]"):
         Sampler().sample(torch.zeros(2, VOCAB), [request()])
     with pytest.raises(ValueError, match=r"shape \[64\]"):
         Sampler().sample(torch.zeros(VOCAB), [request()])

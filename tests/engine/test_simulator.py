@@ -22,7 +22,7 @@ from octavo.engine.block_pool import BlockPool
 from octavo.engine.request import FinishReason, Request, SamplingParams
 from octavo.engine.scheduler import Scheduler, Step
 
-VOCAB = 6
+VOCAB = 15
 STOP = 0  # one of the tokens ends a request early
 
 Content = tuple[int, ...]
@@ -190,14 +190,13 @@ class Simulator:
             assert chunk.stop <= chunk.request.num_tokens
             assert chunk.samples == (chunk.stop == chunk.request.num_tokens)
             self.chunked += not chunk.samples
-        # Fairness: nobody overtakes, the oldest always moves, and so does everyone who only decodes.
+        # Fairness: nobody overtakes, and the oldest moves in every step, as does all that runs.
         queue = [*scheduler.running, *scheduler.waiting]
         arrivals = [request.arrival for request in queue if request.arrival is not None]
         assert arrivals == sorted(arrivals)
         assert len(arrivals) == len(self.live)
         assert queue[0] in requests, "the oldest request stands still"
-        for request in scheduler.running:
-            assert request in requests or request.num_tokens - request.num_computed_tokens > 1
+        assert all(request in requests for request in scheduler.running), "a running request stands still"
         for request in step.preempted:
             assert (request.block_ids, request.num_computed_tokens) == ([], 0)
         assert step.preempted == tuple(sorted(step.preempted, key=lambda r: -int(r.arrival or 0)))
@@ -283,7 +282,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_any_schedule_reads_what_its_requests_wrote(scenario: Scenario) -> None:
     simulate(scenario)
@@ -293,18 +292,14 @@ def crowd(seed: int, *, num_blocks: int, caching: bool) -> Scenario:
     """Sixty requests that share three prefixes, on a pool that holds a few of them."""
     rng = random.Random(seed)
     stems = [[rng.randrange(1, VOCAB) for _ in range(24)] for _ in range(3)]
-    visits = [
-        Visit(
-            arrives=rng.randrange(40),
-            prompt=rng.choice(stems)[: rng.randrange(1, 25)]
-            + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(8))],
-            max_tokens=rng.randrange(1, 40),
-            ends_at=rng.randrange(120) if rng.random() < 0.2 else None,
-            how=rng.choice(["aborted", "error"]),
-            mid_step=rng.random() < 0.5,
-        )
-        for _ in range(60)
-    ]
+    visits = []
+    for _ in range(60):
+        arrives = rng.randrange(40)
+        prompt = rng.choice(stems)[: rng.randrange(1, 25)]
+        prompt += [rng.randrange(1, VOCAB) for _ in range(rng.randrange(8))]
+        ends_at = arrives + rng.randrange(30) if rng.random() < 0.4 else None
+        how: FinishReason = rng.choice(["aborted", "error"])
+        visits.append(Visit(arrives, prompt, rng.randrange(1, 40), ends_at, how, mid_step=rng.random() < 0.5))
     return Scenario(
         num_blocks, 4, max_num_seqs=6, budget=20, max_model_len=64, caching=caching, visits=visits
     )

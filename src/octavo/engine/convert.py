@@ -1,9 +1,11 @@
 """Convert a GGUF file to a Transformers folder, once, in seconds, and keep it in a cache.
 
-The weights are stored so that they load exactly in any dtype: quantised tensors as the float32 values that they stand
-for, 16-bit tensors as they are. They go to disk one by one, so the memory needed is that of the largest tensor.
+The weights are stored so that they load exactly in any dtype: quantised tensors as the float32 values that
+they stand for, 16-bit tensors as they are. They go to disk one by one, so the memory needed is that of the
+largest tensor.
 
-A folder appears under its final name only when it is complete; processes that want the same one wait for each other.
+A folder appears under its final name only when it is complete; processes that want the same one wait for
+each other.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ def convert(gguf: Path, cache_dir: Path, extra_files: Sequence[Path] = ()) -> Pa
     """The Transformers folder for the file `gguf`, converted if the cache does not have it yet.
 
     The folder is `cache_dir/converted/NAME-KEY` with config.json, generation_config.json, model.safetensors,
-    tokenizer.json, tokenizer_config.json and copies of `extra_files` (a licence, say). KEY covers the file's size,
-    time of change and both ends, so a changed file is converted anew.
+    tokenizer.json, tokenizer_config.json and copies of `extra_files` (a licence, say). KEY covers the file's
+    size, time of change and both ends, so a changed file is converted anew.
 
-    Raises ModelError if the file cannot be read or its model is not known, if the disk is too small, or if the cache
-    cannot be written; then nothing is left behind.
+    Raises ModelError if the file cannot be read or its model is not known, if the disk is too small, or if
+    the cache cannot be written; then nothing is left behind.
     """
     try:
         key = _key(gguf)
@@ -90,8 +92,8 @@ def convert(gguf: Path, cache_dir: Path, extra_files: Sequence[Path] = ()) -> Pa
                 raise
     except OSError as error:
         raise ModelError(
-            f"the converted model cannot be written to {root}: {error.strerror or error}. Make room or give another "
-            "cache directory"
+            f"the converted model cannot be written to {root}: {error.strerror or error}. Make room or give "
+            "another cache directory"
         ) from error
     return folder
 
@@ -126,7 +128,7 @@ def _generation_config(file: GGUFFile) -> Config:
 
 
 def _match(file: GGUFFile, arch: Architecture, config: Config) -> dict[str, TensorInfo]:
-    """Each parameter's name to the tensor that it comes from: all of them, with the shapes that the model has."""
+    """Each parameter's name to the tensor that it comes from: all of them, with the shapes of the model."""
     wanted = _parameter_shapes(config, file.path)
     layer_names = _GEMMA_LAYER if arch.name.startswith("gemma") else _LAYER
     found: dict[str, TensorInfo] = {}
@@ -136,18 +138,19 @@ def _match(file: GGUFFile, arch: Architecture, config: Config) -> dict[str, Tens
         parameter = _parameter_name(name, layer_names)
         if parameter not in wanted:
             raise ModelError(
-                f"{file.path}: the tensor {name!r} has no place in {config['architectures'][0]}, so the file's model is "
-                "another variant. Use the model's Transformers folder instead"
+                f"{file.path}: the tensor {name!r} has no place in {config['architectures'][0]}, so the "
+                "file's model is another variant. Use the model's Transformers folder instead"
             )
         if info.shape != wanted[parameter]:
             raise ModelError(
-                f"{file.path} is corrupt: tensor {name!r} has the shape {list(info.shape)}, and its metadata call for "
-                f"{list(wanted[parameter])}"
+                f"{file.path} is corrupt: tensor {name!r} has the shape {list(info.shape)}, and its metadata "
+                f"call for {list(wanted[parameter])}. Download it again"
             )
         found[parameter] = info
     if missing := [name for name in wanted if name not in found]:
         raise ModelError(
-            f"{file.path} is incomplete: {len(missing)} of {len(wanted)} tensors are missing, such as {missing[0]!r}"
+            f"{file.path} is incomplete: {len(missing)} of {len(wanted)} tensors are missing, such as "
+            f"{missing[0]!r}. Download it again"
         )
     return found
 
@@ -172,9 +175,11 @@ def _parameter_shapes(config: Config, path: Path) -> dict[str, _Shape]:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings))
-    except Exception as error:  # the settings came from a file; Transformers says in many ways that they make no sense
+    except Exception as error:  # nonsense from the file can surface anywhere in Transformers
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{path}: its metadata make no {config['architectures'][0]}: {reason[-1]}") from error
+        raise ModelError(
+            f"{path}: its metadata do not make a {config['architectures'][0]}: {reason[-1]}"
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del shapes["lm_head.weight"]
@@ -193,8 +198,8 @@ def _write_weights(
     free = shutil.disk_usage(path.parent).free
     if free < total + len(header):
         raise ModelError(
-            f"the converted weights of {file.path} take {(total + len(header)) / 1e9:.1f} GB, and {path.parent.parent} "
-            f"has {free / 1e9:.1f} GB left. Make room or give another cache directory"
+            f"the converted weights of {file.path} take {(total + len(header)) / 1e9:.1f} GB, and "
+            f"{path.parent.parent} has {free / 1e9:.1f} GB left. Make room or give another cache directory"
         )
     with path.open("wb") as out:
         out.write(header)
@@ -209,7 +214,10 @@ def _write_weights(
 
 
 def _unpair_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head from (x0, y0, x1, y1, ...) to (x0, x1, ..., y0, y1, ...). [num_heads * head_dim, hidden]."""
+    """Rows of each head from (x0, y0, x1, y1, ...) to (x0, x1, ..., y0, y1, ...).
+
+    `weight` and the result are [num_heads * head_dim, hidden_size].
+    """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 

@@ -1,11 +1,11 @@
 """Read a GGUF file: its metadata, its tensor table, and its tensors as float32 arrays.
 
-The header is parsed here over one memory map, in a fraction of a second. The readers that exist touch every
-vocabulary string several times and need most of a minute for a large vocabulary. Dequantisation is the `gguf`
-package's own: it is vectorised, and it is what the format's authors publish.
+The header is parsed here over one memory map, in a fraction of a second; the `gguf` package's reader
+touches every vocabulary string several times, which takes tens of seconds for a large vocabulary.
+Dequantisation is that package's own: it is vectorised, and it comes from the format's authors.
 
-Everything in the header is checked when the file is opened, so that a truncated download is refused before anybody
-has written or allocated a thing. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Everything in the header is checked when the file is opened, so that a truncated download is refused before
+anything is written or allocated. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _SCALARS = {
     10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d"),
 }  # fmt: skip
 _ARRAY_DTYPES = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?",
+    10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
@@ -61,8 +62,8 @@ class TensorInfo:
 class GGUFFile:
     """An open GGUF file. Owns a memory map; close it, or use it in a `with` block.
 
-    Attributes: `path`; `metadata`, from key to value, with arrays of numbers as numpy arrays and arrays of strings
-    as lists; `tensors`, from name to `TensorInfo`, in the file's order. Both mappings are read-only.
+    Attributes: `path`; `metadata`, from key to value, with arrays of numbers as numpy arrays and arrays of
+    strings as lists; `tensors`, from name to `TensorInfo`, in the file's order. Both mappings are read-only.
 
     Raises ModelError if the file is not GGUF, is of an unknown version, is truncated or contradicts itself.
     """
@@ -160,20 +161,23 @@ class _Header:
             raise ModelError(f"{self.path} is a big-endian GGUF file; only little-endian files are read")
         known = " and ".join(map(str, _VERSIONS))
         raise ModelError(
-            f"{self.path} is GGUF version {version}; versions {known} are read. Convert it with a current llama.cpp"
+            f"{self.path} is GGUF version {version}; versions {known} are read. Convert the model anew, "
+            "with a current llama.cpp"
         )
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         num_dims = self._number(_U32)
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise self._corrupt(f"tensor {name!r} has {num_dims} dimensions, and 1 to {_MAX_DIMS} are possible")
+            raise self._corrupt(f"tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are possible")
         dims = [self._number(_U64) for _ in range(num_dims)]
         if 0 in dims:
             raise self._corrupt(f"tensor {name!r} has a dimension of 0 in {dims}")
         return name, tuple(reversed(dims)), self._number(_U32), self._number(_U64)
 
-    def _place_tensor(self, name: str, shape: tuple[int, ...], qtype: int, offset: int, start: int) -> TensorInfo:
+    def _place_tensor(
+        self, name: str, shape: tuple[int, ...], qtype: int, offset: int, start: int
+    ) -> TensorInfo:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -183,13 +187,14 @@ class _Header:
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block_size:
             raise self._corrupt(
-                f"tensor {name!r} has rows of {shape[-1]} values, no multiple of {kind.name}'s block of {block_size}"
+                f"tensor {name!r} has rows of {shape[-1]} values, no multiple of the {block_size} in a "
+                f"block of {kind.name}"
             )
         nbytes = prod(shape) // block_size * block_bytes
         if start + offset + nbytes > self.size:
             raise ModelError(
-                f"{self.path} is truncated: tensor {name!r} ends at byte {start + offset + nbytes}, and the file has "
-                f"{self.size}. Download it again"
+                f"{self.path} is truncated: tensor {name!r} ends at byte {start + offset + nbytes}, and the "
+                f"file has {self.size}. Download it again"
             )
         return TensorInfo(name, shape, qtype, kind.name, start + offset, nbytes)
 

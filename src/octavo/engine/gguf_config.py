@@ -1,7 +1,8 @@
 """What a GGUF file's metadata says about a model, as the `config.json` that Transformers reads.
 
-Five architectures are known: llama (Mistral's files say llama too), qwen2, qwen3, gemma2 and gemma3 (text). A file that
-asks for something its Transformers model would not compute is refused: silently different logits are worse than none.
+Five architectures are known: llama (Mistral's files say llama too), qwen2, qwen3, gemma2 and gemma3 (text).
+A file that asks for something its Transformers model would not compute is refused: wrong logits are worse
+than none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .gguf import GGUFFile
 
 Config = dict[str, Any]  # what json.dump writes
 
-# Llama 3.1 and later: the constants that Meta published; the file stores only the factors that follow from them
+# Llama 3.1 and later: Meta's published constants; the file stores only the factors that follow from them
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _ROPE_FACTORS = "rope_freqs.weight"
 # llama.cpp scales queries by hidden_size / heads instead of head_dim in the 27B models, told by their depth
@@ -29,9 +30,9 @@ _GEMMA3_LOCAL_THETA = 10_000.0  # the sliding layers' base; a constant of the ar
 class Architecture:
     """How GGUF's architecture `name` becomes a Transformers model.
 
-    `build` gives the fields of config.json that are not common to all. `paired_rotary`: rows of Q and K are stored
-    with rotary pairs adjacent, where Transformers has the halves one after the other. `norm_offset` is what was
-    added to each norm weight when the file was written.
+    `build` gives the fields of config.json that are not common to all. `paired_rotary`: rows of Q and K are
+    stored with rotary pairs adjacent, where Transformers has the halves one after the other. `norm_offset`
+    is what was added to each norm weight when the file was written.
     """
 
     name: str
@@ -45,7 +46,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
     """The architecture of `file`. Raises ModelError, with the known ones, if it is not among them."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
-        raise ModelError(f"{file.path} has no 'general.architecture' in its metadata: it holds no language model")
+        raise ModelError(f"{file.path} holds no language model: its metadata have no 'general.architecture'")
     if name not in ARCHITECTURES:
         raise ModelError(
             f"{file.path} holds a model of architecture {name!r}; GGUF files are read for "
@@ -57,10 +58,11 @@ def architecture_of(file: GGUFFile) -> Architecture:
 def model_config(file: GGUFFile, arch: Architecture) -> Config:
     """The content of config.json for `file`.
 
-    `dtype` is the float type of the file's matrices. A quantised file has none, and gets bfloat16: these models were
-    trained in it, and its rounding lies far below the quantisation step.
+    `dtype` is the float type of the file's matrices. A quantised file has none, and gets bfloat16: these
+    models were trained in it, and its rounding lies far below the quantisation step.
 
-    Raises ModelError if metadata is missing, of the wrong type, or asks for what the Transformers model lacks.
+    Raises ModelError if metadata is missing, of the wrong type, or asks for what the Transformers model
+    lacks.
     """
     facts = _Facts(file, arch.name)
     heads = facts.integer("attention.head_count")
@@ -70,7 +72,7 @@ def model_config(file: GGUFFile, arch: Architecture) -> Config:
     facts.require("rope.dimension_count", head_dim)
     facts.require("expert_count", 0)
     if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor 'token_embd.weight': it holds no complete language model")
+        raise ModelError(f"{file.path} is incomplete: it has no tensor 'token_embd.weight'")
     common: Config = {
         "architectures": [arch.model_class],
         "dtype": _float_type(file),
@@ -132,7 +134,7 @@ class _Facts:
     def require(self, name: str, wanted: int) -> None:
         """Refuse the file if it gives `name` another value than the one our model computes with."""
         if self.has(name) and self.integer(name) != wanted:
-            raise self.refuse(name, self.integer(name), f"{wanted} in the Transformers model of {self.prefix!r}")
+            raise self.refuse(name, self.integer(name), f"{wanted} in Transformers' model of {self.prefix!r}")
 
     def refuse(self, name: str, value: object, wanted: str) -> ModelError:
         return ModelError(
@@ -143,7 +145,7 @@ class _Facts:
     def _get(self, name: str, default: object) -> object:
         value = self.file.metadata.get(f"{self.prefix}.{name}", default)
         if value is None:
-            raise ModelError(f"{self.file.path} has no '{self.prefix}.{name}' in its metadata: it is incomplete")
+            raise ModelError(f"{self.file.path} is incomplete: its metadata have no '{self.prefix}.{name}'")
         return value
 
 
@@ -157,7 +159,8 @@ def _llama(facts: _Facts) -> Config:
     config = {"hidden_act": "silu", "rope_parameters": _rope(facts, default_theta=10_000.0)}
     if facts.has("attention.sliding_window"):  # Mistral 0.1; the same weights, with a window
         window = facts.integer("attention.sliding_window")
-        return config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        return config | names | {"sliding_window": window}
     return config | {"model_type": "llama", "attention_bias": False, "mlp_bias": False}
 
 
@@ -237,8 +240,8 @@ def _llama3_scaling(facts: _Facts, theta: float) -> Config:
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(stored, expected, rtol=1e-3):
         raise ModelError(
-            f"{facts.file.path}: the rotary factors in {_ROPE_FACTORS!r} are not those of Llama 3.1 and later, the "
-            "only ones known. Use the model's Transformers folder instead"
+            f"{facts.file.path}: the rotary factors in {_ROPE_FACTORS!r} are not those of Llama 3.1 and "
+            "later, the only ones known. Use the model's Transformers folder instead"
         )
     return {
         "rope_type": "llama3",

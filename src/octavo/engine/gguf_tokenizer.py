@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as a Transformers tokenizer's files.
 
-Transformers has converters for this too. They are private, have moved between the versions that we support, and split
-text like GPT-2 wherever they do not know how the model wants it split. Here an unknown split is an error.
+Transformers has converters for this too. They are private, have moved between the versions that we support,
+and split text like GPT-2 wherever they do not know how the model wants it split. Here an unknown split is
+an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _SETTINGS = {
     "tokenizer_class", "model_max_length", "clean_up_tokenization_spaces", "padding_side", "chat_template",
     "bos_token", "eos_token", "unk_token", "pad_token",
 }  # fmt: skip
-_OTHER_FILES = {"chat_template.jinja", "special_tokens_map.json", "added_tokens.json"}  # would have a say as well
+# files that would have a say as well
+_OTHER_FILES = {"chat_template.jinja", "special_tokens_map.json", "added_tokens.json"}
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: matched whole; control tokens are special as well
 _SPACE = "\u2581"  # SentencePiece's visible space
@@ -82,8 +84,8 @@ _SPLITS = {
 def write_tokenizer(file: GGUFFile, architecture: str, folder: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with the chat template if there is one, into `folder`.
 
-    `max_length` is the model's context in tokens. Raises ModelError if the file's tokenizer is of an unknown kind
-    or incomplete.
+    `max_length` is the model's context in tokens. Raises ModelError if the file's tokenizer is of an
+    unknown kind or incomplete.
     """
     vocab = _Vocabulary.of(file)
     kind = file.metadata.get("tokenizer.ggml.model")
@@ -93,8 +95,8 @@ def write_tokenizer(file: GGUFFile, architecture: str, folder: Path, max_length:
         tokenizer, adds_bos = _sentencepiece(file, vocab, architecture)
     else:
         raise ModelError(
-            f"{file.path} has a tokenizer of the kind {kind!r}; 'gpt2' (byte-level BPE) and 'llama' (SentencePiece "
-            "BPE) are read. Use the model's Transformers folder instead"
+            f"{file.path} has a tokenizer of the kind {kind!r}; 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece BPE) are read. Use the model's Transformers folder instead"
         )
     for special, number in ((True, _CONTROL), (False, _USER_DEFINED)):
         # one that the model does not have would get a new id, past the end of the embedding
@@ -137,8 +139,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
 
 def stop_token_ids(file: GGUFFile) -> list[int]:
-    """The ids of the tokens that end a text: the file's end of text and of turn, and the end of turn that its chat
-    template writes. In that order, without repeats; empty if the file names none."""
+    """The ids of the tokens that end a text: the file's end of text and of turn, and the end of turn that
+    its chat template writes. In that order, without repeats; empty if the file names none.
+    """
     vocab = _Vocabulary.of(file)
     ids = [vocab.id_of(key) for key in ("eos", "eot")]
     template = file.metadata.get("tokenizer.chat_template")
@@ -160,10 +163,10 @@ class _Vocabulary:
     def of(cls, file: GGUFFile) -> _Vocabulary:
         tokens = file.metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list) or not tokens:
-            raise ModelError(f"{file.path} has no vocabulary ('tokenizer.ggml.tokens'): it holds no tokenizer")
+            raise ModelError(f"{file.path} has no vocabulary ('tokenizer.ggml.tokens'), so no tokenizer")
         types = file.metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
         if not isinstance(types, np.ndarray) or types.size != len(tokens):
-            raise ModelError(f"{file.path}: 'tokenizer.ggml.token_type' does not have one entry for each token")
+            raise ModelError(f"{file.path} is corrupt: it does not have one token type for each token")
         return cls(file, tokens, types)
 
     def of_type(self, number: int) -> list[str]:
@@ -203,7 +206,9 @@ def _byte_level(file: GGUFFile, vocab: _Vocabulary) -> tuple[Tokenizer, bool]:
     tokenizer = Tokenizer(model)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
@@ -215,7 +220,7 @@ def _byte_level(file: GGUFFile, vocab: _Vocabulary) -> tuple[Tokenizer, bool]:
 def _sentencepiece(file: GGUFFile, vocab: _Vocabulary, architecture: str) -> tuple[Tokenizer, bool]:
     is_gemma = architecture.startswith("gemma")
     if is_gemma:  # runs of spaces are stored as spaces, and looked up after spaces became visible
-        spelled = [_SPACE * len(text) if text.startswith(" ") and text.isspace() else text for text in vocab.tokens]
+        spelled = [text.replace(" ", _SPACE) if text.isspace() else text for text in vocab.tokens]
         vocab = _Vocabulary(file, spelled, vocab.types)
     index = vocab.index()
     merges = file.metadata.get("tokenizer.ggml.merges")
@@ -226,7 +231,7 @@ def _sentencepiece(file: GGUFFile, vocab: _Vocabulary, architecture: str) -> tup
     else:
         scores = file.metadata.get("tokenizer.ggml.scores")
         if not isinstance(scores, np.ndarray) or scores.size != len(vocab.tokens):
-            raise ModelError(f"{file.path} has neither merges nor one score a token: its tokenizer is incomplete")
+            raise ModelError(f"{file.path} has neither merges nor one score for each token")
         pairs = _implied_merges(index, scores)
     model = models.BPE(index, pairs, unk_token=vocab.named("unknown"), fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -253,8 +258,10 @@ def _pairs(file: GGUFFile, merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _implied_merges(index: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies: all ways to cut a token into two tokens, best score first,
-    and of one score the longest left part first. The order is the one that Transformers' converters give."""
+    """The merges that a SentencePiece vocabulary implies: all ways to cut a token into two tokens, best
+    score first, and of one score the longest left part first. The order is the one that Transformers'
+    converters give.
+    """
     lefts, rights, numbers = [], [], []
     for text, number in index.items():
         for cut in range(1, len(text)):

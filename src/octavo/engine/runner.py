@@ -13,9 +13,9 @@ from octavo.backend import Backend, BuilderConfig, Impl, MetadataBuilder
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.engine.attention import CurrentStep, PagedLayer, attach
-from octavo.engine.errors import ModelError
 from octavo.engine.probe import ProbedLayer, probe
 from octavo.engine.scheduler import ScheduledChunk
+from octavo.errors import Unsupported
 
 MEMORY_SHARE = 0.25
 """Share of the free memory that the cache takes when no budget is given."""
@@ -33,7 +33,8 @@ class ModelRunner:
         max_num_seqs, max_model_len: what the cache must hold at most.
 
     Raises:
-        ModelError: the model's attention cannot be served, with the reason.
+        ModelError: the model's attention cannot be replaced, with the reason.
+        Unsupported: no kernels serve it on this device or in this format, with the reason.
         ValueError: the budget holds no page.
     """
 
@@ -60,7 +61,7 @@ class ModelRunner:
                 block_size=block_size,
             )
             if reason is not None:
-                raise ModelError(f"{type(model).__name__} cannot be served: {reason}")
+                raise Unsupported(f"{type(model).__name__} cannot be served: {reason}")
         self.bytes_per_block = sum(
             Backend.page_layout(layer.spec, model.dtype, kv_format, block_size).page_bytes for layer in layers
         )

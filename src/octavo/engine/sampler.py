@@ -103,7 +103,8 @@ class Sampler:
         """
         if logits.dim() != 2 or logits.shape[0] != len(requests):
             raise ValueError(
-                f"logits have shape {list(logits.shape)}; the rule is [{len(requests)}, vocab]: one row a request"
+                f"logits have shape {list(logits.shape)} for {len(requests)} requests; they must be "
+                f"[{len(requests)}, vocab]: one row a request"
             )
         # One pass finds the greedy token and the bad rows: max() propagates NaN. Ties go to the first token.
         peaks, tokens = logits.max(dim=-1)

@@ -50,8 +50,9 @@ class Scheduler:
     to it that they suffice.
 
     A request is admitted when blocks for all its tokens are free, and gets them at once; only a decode that
-    enters a new block has to find one later. There are never more running requests than the token budget,
-    because admission needs budget that the running ones left over.
+    enters a new block has to find one later. Admission also needs budget that the running requests left over.
+    So there are never more of them than the budget has tokens, and only the newest can be in the middle of
+    its prompt: every other one decodes in every step.
     """
 
     def __init__(
@@ -123,14 +124,10 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
         preempted = self._make_room_for_decodes()
-        # Stable: one token left comes first, and the order of arrival decides among equals.
-        for request in sorted(self.running, key=lambda request: _num_left(request) > 1):
-            if budget == 0:
-                break
+        for request in self.running:  # decodes, then at most one prefill: see the class
             chunks.append(_chunk(request, budget))
             budget -= chunks[-1].num_tokens
-        # After a preemption the freed blocks belong to the requests that needed them.
-        while not preempted and budget > 0 and self._admit_oldest():
+        while budget > 0 and self._admit_oldest():
             chunks.append(_chunk(self.running[-1], budget))
             budget -= chunks[-1].num_tokens
         if not chunks:

@@ -1,0 +1,21 @@
+"""The kernel families under test. One line here runs the whole suite over a new one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A kernel family.
+
+    Args:
+        name: as `paged_attention(backend=...)` knows it.
+        device: where its tensors live.
+    """
+
+    name: str
+    device: str
+
+
+BACKENDS = (Backend("cpu", device="cpu"),)

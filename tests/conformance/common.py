@@ -1,0 +1,52 @@
+"""Cases and cuts that the tests of the fault kinds share."""
+
+from __future__ import annotations
+
+import torch
+from conformance.harness import Cut, groups
+
+from octavo.bench.cases import Case
+from octavo.cache import Order
+from octavo.planner import PrefixGroup
+from octavo.spec import AttentionSpec
+
+SHARED = groups((range(4), 26), ((0, 2), 35))
+
+
+def small(
+    name: str,
+    query_lens: tuple[int, ...] = (1, 9, 0, 4, 3),
+    seq_lens: tuple[int, ...] = (45, 70, 38, 52, 1),
+    *,
+    heads: tuple[int, int] = (6, 2),
+    block_size: int = 8,
+    order: Order = "HND",
+    dtype: torch.dtype = torch.float32,
+    shared: tuple[PrefixGroup, ...] = SHARED,
+    **options: object,
+) -> Case:
+    """Five sequences with a common prefix, one of them shorter than its new tokens; options of the spec."""
+    spec = AttentionSpec(*heads, 16, **options)
+    return Case(name, spec, query_lens, seq_lens, block_size, order, dtype, shared=shared)
+
+
+CASES = (
+    small("causal"),
+    small("window", window_left=6),
+    small("encoder", causal=False),
+    small("encoder-window", causal=False, window_left=5, window_right=2),
+    small("everything", window_left=20, logits_soft_cap=2.0, alibi="linear", sinks=True),
+    small("half", dtype=torch.float16, window_left=6, order="NHD", block_size=16),
+    small("bfloat16-sqrt", dtype=torch.bfloat16, alibi="sqrt", sinks=True, block_size=3),
+)
+"""One of each kind of mask, score and dtype."""
+
+CUTS = {
+    "whole": Cut(),
+    "splits": Cut(num_splits=4),
+    "cascade": Cut(cascade=(groups((range(4), 26)), groups(((0, 2), 35)))),
+    "ranks": Cut(world=3, interleave=2),
+    "invariant": Cut(invariant=True),
+    "all": Cut(num_splits=3, cascade=(groups((range(4), 26)),), world=2, interleave=8),
+}
+"""Every way to cut the work."""
