@@ -325,16 +325,17 @@ def test_a_preempted_request_gets_back_what_the_cache_kept() -> None:
     assert new.output_token_ids[: len(outputs)] == outputs
 
 
-def test_nobody_is_admitted_into_the_space_of_a_preempted_request() -> None:
-    scheduler = make(num_blocks=6, block_size=2)
-    add(scheduler, "a", 4)
-    add(scheduler, "b", 4, first=50)
-    for _ in range(20):
-        step = turn(scheduler)
-        if step.preempted:
-            break
-    assert [request.request_id for request in step.preempted] == ["b"]
-    assert [row[0] for row in shape(step)] == ["a"]
+def test_a_preempted_request_waits_for_the_next_step_even_if_it_fits_again() -> None:
+    scheduler = make(num_blocks=10, block_size=2)
+    old, new = add(scheduler, "old", 8), add(scheduler, "new", 9)
+    turn(scheduler)  # in the same step: each has its own copy of the four blocks that they have in common
+    turn(scheduler)
+    assert scheduler.pool.num_free == 0
+    step = turn(scheduler)
+    assert step.preempted == (new,)
+    assert shape(step) == [("old", 9, 1, True)]
+    assert shape(turn(scheduler)) == [("old", 10, 1, True), ("new", 10, 1, True)]
+    assert new.block_ids[:4] == old.block_ids[:4]
 
 
 # --- turns that go wrong --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from rich.text import Text
 import octavo
 from octavo import kernels
 from octavo.backend import AttentionKind, Backend
+from octavo.cache import Order
 from octavo.spec import AttentionSpec
 
 PACKAGES = (
@@ -68,7 +69,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Octavo, Python and the packages that it can use, none of which is imported; None: not there."""
+    """Versions of Octavo, Python and the packages that it can use, read and not imported; None: not there."""
     found: dict[str, str | None] = {"octavo": octavo.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -182,11 +183,21 @@ def _answers(device: torch.device) -> Iterator[tuple[str, str, str | None]]:
     for kv_format in (*Backend.kv_formats, *Backend.refused_kv_formats):
         yield "cache format", kv_format, ask(kv_format=kv_format)
     for order in Backend.layouts:
-        yield "page layout", order, ask()
+        yield "page layout", order, _page_layout_reason(order)
     for block_size in BLOCK_SIZES:
         yield "block size", str(block_size), ask(block_size=block_size)
     for head_dim in HEAD_DIMS:
         yield "head dim", str(head_dim), ask({"head_dim": head_dim})
+
+
+def _page_layout_reason(order: Order) -> str | None:
+    try:
+        Backend.page_layout(
+            AttentionSpec(**_SPEC), torch.float32, "auto", Backend.preferred_block_size, order
+        )
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _show(facts: dict[str, Any], console: Console) -> None:
@@ -197,7 +208,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         table,
         "cpu",
         f"{cpu['model']}, {cpu['usable_cpus']} of {cpu['logical_cpus']} CPUs usable, "
-        f"{cpu['torch_threads']} torch threads, {', '.join(cpu['instruction_sets'])}, "
+        f"torch threads: {cpu['torch_threads']}, {', '.join(cpu['instruction_sets'])}, "
         f"{_gib(cpu['memory_bytes'])}",
     )
     for i, gpu in enumerate(cuda):
@@ -224,13 +235,17 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         groups.setdefault((row["device"], row["option"]), []).append(row)
     for (device, option), rows in groups.items():
         served = ", ".join(row["value"] for row in rows if row["reason"] is None)
-        refused = [f"{row['value']}: {row['reason']}" for row in rows if row["reason"] is not None]
-        _row(table, device, option, served, "\n".join(refused))
+        refused = ", ".join(row["value"] for row in rows if row["reason"] is not None)
+        _row(table, device, option, served, refused)
     console.print(table)
+    for row in facts["support"]:
+        if row["reason"] is not None:
+            what = f"{row['device']}, {row['option']} {row['value']}"
+            console.print(Text.assemble((what, "bold"), f": {row['reason']}"), soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", show_lines=True)
+    table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -142,16 +142,23 @@ def generate(
             )
         except ImportError as error:
             raise CommandError(f"{error}; install it with: pip install 'octavo[models]'") from error
-        except (ValueError, OSError, MemoryError) as error:
+        except ValueError as error:
             raise CommandError(str(error)) from error
+        except (OSError, MemoryError, OverflowError) as error:
+            raise CommandError(
+                f"{model} and its cache do not fit ({error}); make the cache smaller with --num-blocks or "
+                f"--cache-memory"
+            ) from error
     load_seconds = time.perf_counter() - loading_since
     chat = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
     if not chat and not raw:
         if system is not None:
             raise CommandError(f"{model} has no chat template for --system; write it into the prompt")
-        console.print(Text(f"note: {model} has no chat template; it continues the prompt as plain text"))
+        console.print(
+            Text(f"note: {model} has no chat template; it continues the prompt as plain text"), soft_wrap=True
+        )
     if not prompt and file is None:
-        console.print(Text(f"prompt: {texts[0]}", style="bold"))
+        console.print(Text(f"prompt: {texts[0]}", style="bold"), soft_wrap=True)
     prompts = [encode(llm, text, system, chat) for text in texts]
     alone = len(prompts) == 1
     with nullcontext(stream) if alone and not as_json else progress(console, len(prompts)) as show:

@@ -13,7 +13,7 @@ from octavo.engine.errors import RequestError
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM, Prompt
 
-DEFAULT_PROMPT = "Why do books have page numbers, an index and a table of contents? Explain it to a child."
+DEFAULT_PROMPT = "Describe a library at night in one paragraph."
 
 
 def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from octavo.cli.outcome import Outcome
@@ -27,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Numbers of a run. Rates are tokens a second of the whole run, prompts and generation together."""
+    """Numbers of a run.
+
+    Prompt tokens a second: up to the moment at which every prompt had its first token. Generated tokens a
+    second: of the whole run.
+    """
 
     model: str
     dtype: str
@@ -55,6 +58,10 @@ class Summary:
     def of(cls, llm: LLM, model: str, kv_format: str, outcome: Outcome, load_seconds: float) -> Summary:
         """The numbers of the engine's first run."""
         stats = llm.stats
+        waits = [result.time_to_first_token for result in outcome.results if result.error is None]
+        prefill = max((wait for wait in waits if wait is not None), default=outcome.seconds)
+        if outcome.interrupted:
+            prefill = outcome.seconds
         return cls(
             model=model,
             dtype=str(llm.model.dtype).removeprefix("torch."),
@@ -68,7 +75,7 @@ class Summary:
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
             num_generated_tokens=stats.num_generated_tokens,
-            prompt_tokens_per_second=stats.num_prompt_tokens / outcome.seconds,
+            prompt_tokens_per_second=stats.num_prompt_tokens / prefill,
             generated_tokens_per_second=stats.num_generated_tokens / outcome.seconds,
             time_to_first_token=outcome.time_to_first_token,
             start_to_first_token=outcome.start_to_first_token,
@@ -147,7 +154,7 @@ def print_many(texts: Sequence[str], results: Sequence[Result], console: Console
     """Each prompt (standard error) with its text (standard output), if it has any."""
     for i, (prompt, result) in enumerate(zip(texts, results, strict=True)):
         title = f"[{i + 1}/{len(texts)}] {textwrap.shorten(prompt, 100, placeholder=' ...')}"
-        console.print(Text(title, style="bold"))
+        console.print(Text(title, style="bold"), soft_wrap=True)
         if result.error is None or result.text:
             _write_line(result.text)
 
@@ -155,7 +162,6 @@ def print_many(texts: Sequence[str], results: Sequence[Result], console: Console
 def print_summary(summary: Summary, console: Console) -> None:
     """The numbers for people."""
     s = summary
-    table = Table.grid(padding=(0, 2))
     first = [
         f"{seconds:.2f} s after the {since}"
         for seconds, since in ((s.time_to_first_token, "call"), (s.start_to_first_token, "program's start"))
@@ -170,10 +176,9 @@ def print_summary(summary: Summary, console: Console) -> None:
         "pages": f"{s.peak_blocks} of {s.num_blocks} used, {s.block_size} tokens each",
         "preemptions": str(s.num_preemptions),
     }
-    for name, value in rows.items():
-        table.add_row(Text(name, style="dim"), Text(value))
     console.print()
-    console.print(table)
+    for name, value in rows.items():
+        console.print(Text.assemble((f"{name:<13}", "dim"), value), soft_wrap=True)
 
 
 def print_json(texts: Sequence[str], results: Sequence[Result], summary: Summary) -> None:

@@ -127,7 +127,9 @@ class Scheduler:
         for request in self.running:  # decodes, then at most one prefill: see the class
             chunks.append(_chunk(request, budget))
             budget -= chunks[-1].num_tokens
-        while budget > 0 and self._admit_oldest():
+        # A preempted request may fit again at once, on blocks of equal content that another one holds. It waits
+        # for the next step all the same, so that no request is both preempted and scheduled.
+        while not preempted and budget > 0 and self._admit_oldest():
             chunks.append(_chunk(self.running[-1], budget))
             budget -= chunks[-1].num_tokens
         if not chunks:
