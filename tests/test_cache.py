@@ -248,9 +248,21 @@ def test_caches_of_no_sense(options: dict, error: type, message: str) -> None:
         (torch.zeros(2, 4, 1, 8), torch.zeros(8), r"v_cache must be .* got shape \(8,\)"),
         (torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 2, 8), r"agree .* got \(2, 4, 1\) and \(2, 4, 2\)"),
         (torch.zeros(2, 4, 1, 8), torch.zeros(3, 4, 1, 8), r"agree in num_blocks"),
-        (torch.zeros(2, 4, 1, 16)[..., ::2], torch.zeros(2, 4, 1, 8), "k_cache must be contiguous in its last"),
-        (torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 8, 8).mT[:, :, :1], "v_cache must be contiguous in its last"),
-        (torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8, device="meta"), "k_cache is on cpu, v_cache on meta"),
+        (
+            torch.zeros(2, 4, 1, 16)[..., ::2],
+            torch.zeros(2, 4, 1, 8),
+            "k_cache must be contiguous in its last",
+        ),
+        (
+            torch.zeros(2, 4, 1, 8),
+            torch.zeros(2, 4, 8, 8).mT[:, :, :1],
+            "v_cache must be contiguous in its last",
+        ),
+        (
+            torch.zeros(2, 4, 1, 8),
+            torch.zeros(2, 4, 1, 8, device="meta"),
+            "k_cache is on cpu, v_cache on meta",
+        ),
     ],
 )
 def test_layers_of_no_sense(k: torch.Tensor, v: torch.Tensor, message: str) -> None:
@@ -282,12 +294,20 @@ ZEROS = torch.zeros(3, 2, 16)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"k": torch.zeros(2, 2, 16)}, ValueError, r"k must be \[at least num_slots = 3, 2, 16\], got \(2, 2, 16\)"),
+        (
+            {"k": torch.zeros(2, 2, 16)},
+            ValueError,
+            r"k must be \[at least num_slots = 3, 2, 16\], got \(2, 2, 16\)",
+        ),
         ({"v": torch.zeros(2, 2, 16)}, ValueError, r"v must be .* got \(2, 2, 16\)"),
         ({"k": torch.zeros(3, 1, 16)}, ValueError, r"k must be .* got \(3, 1, 16\)"),
         ({"v": torch.zeros(3, 2, 8)}, ValueError, r"v must be .* got \(3, 2, 8\)"),
         ({"v": torch.zeros(3, 32)}, ValueError, r"v must be .* got \(3, 32\)"),
-        ({"k": torch.zeros(3, 2, 16, dtype=torch.int8)}, TypeError, "k must be a float tensor, got torch.int8"),
+        (
+            {"k": torch.zeros(3, 2, 16, dtype=torch.int8)},
+            TypeError,
+            "k must be a float tensor, got torch.int8",
+        ),
         ({"v": torch.zeros(3, 2, 16, dtype=torch.int64)}, TypeError, "v must be a float tensor"),
         ({"v": torch.zeros(3, 2, 16, device="meta")}, ValueError, "v is on meta"),
         ({"slot_mapping": torch.arange(3, device="meta")}, ValueError, "slot_mapping on meta"),
@@ -297,7 +317,11 @@ ZEROS = torch.zeros(3, 2, 16)
         ({"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping must be a torch tensor"),
         ({"k": ZEROS.tolist()}, TypeError, "k must be a torch tensor"),
         ({"v": None}, TypeError, "v must be a torch tensor"),
-        ({"slot_mapping": torch.tensor([0, 1, 20])}, ValueError, "slot_mapping holds 20, the cache has 20 slots"),
+        (
+            {"slot_mapping": torch.tensor([0, 1, 20])},
+            ValueError,
+            "slot_mapping holds 20, the cache has 20 slots",
+        ),
     ],
 )
 def test_a_failing_append_writes_nothing(change: dict, error: type, message: str) -> None:

@@ -19,7 +19,12 @@ GUARD = 2**30
 
 
 def make(
-    query_lens: list[int], seq_lens: list[int], *, block_size: int = 4, shard: KVShard = KVShard(), prefix: int = 0
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    block_size: int = 4,
+    shard: KVShard = KVShard(),
+    prefix: int = 0,
 ) -> AttentionBatch:
     """Sequences that share the pages of their first `prefix` keys, and no others."""
     local = [shard.local_count(n) for n in seq_lens]
@@ -124,7 +129,9 @@ def test_exact_cover_of_the_invariant_mode(
             assert piece.kv_end - piece.kv_start <= INVARIANT_SPLIT
 
 
-def cover(bounds: list[int], first_state: int = 0, num_states: int = 4, rows: list[int] | None = None) -> Plan:
+def cover(
+    bounds: list[int], first_state: int = 0, num_states: int = 4, rows: list[int] | None = None
+) -> Plan:
     launches = [
         Launch(
             torch.tensor([0, 1], dtype=torch.int32),
@@ -369,12 +376,22 @@ def test_entries_past_the_blocks_are_not_checked() -> None:
         ("slot_mapping", torch.zeros(4, dtype=torch.int32), TypeError, "slot_mapping must be torch.int64"),
         ("slot_mapping", torch.zeros(2, 2, dtype=torch.int64), ValueError, "slot_mapping must have 1 dim"),
         ("block_table", torch.zeros(2, dtype=torch.int32), ValueError, "block_table must have 2 dim"),
-        ("block_table", torch.zeros(3, 9, dtype=torch.int32), ValueError, r"one row per sequence \(2\), got 3"),
+        (
+            "block_table",
+            torch.zeros(3, 9, dtype=torch.int32),
+            ValueError,
+            r"one row per sequence \(2\), got 3",
+        ),
         ("query_start_loc", torch.zeros(2, dtype=torch.int32), ValueError, "num_seqs . 1 = 3 entries"),
         ("num_tokens", -1, ValueError, "num_tokens must be at least 0, got -1"),
         ("max_query_len", -1, ValueError, "max_query_len must be at least 0"),
         ("max_seq_len", -1, ValueError, "max_seq_len must be at least 0"),
-        ("block_table", torch.zeros(2, 9, dtype=torch.int32, device="meta"), ValueError, "block_table is on meta"),
+        (
+            "block_table",
+            torch.zeros(2, 9, dtype=torch.int32, device="meta"),
+            ValueError,
+            "block_table is on meta",
+        ),
     ],
 )
 def test_batches_of_wrong_make(name: str, value: object, error: type, message: str) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tolerance import assert_within
 
 from octavo import reference
 from octavo.batch import AttentionBatch
 from octavo.spec import AttentionSpec
+from tolerance import assert_within
 
 CAUSAL = """
     1 . . . . .
@@ -218,7 +218,9 @@ def test_rows_of_no_sequence() -> None:
         max_seq_len=2,
     )
     ones = torch.ones(1, 4, 1, 8)
-    out, lse = reference.attention(AttentionSpec(1, 1, 8, sinks=True), batch, torch.ones(5, 1, 8), ones, ones, sinks=torch.ones(1))
+    out, lse = reference.attention(
+        AttentionSpec(1, 1, 8, sinks=True), batch, torch.ones(5, 1, 8), ones, ones, sinks=torch.ones(1)
+    )
     assert bool((out[:2] != 0).all())
     assert float(lse[2]) == 1.0  # a sequence without keys still has the sink
     assert bool((out[2:] == 0).all())

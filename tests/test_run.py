@@ -29,7 +29,9 @@ class Call:
     def refused(self, error: type[Exception], message: str) -> None:
         """Run it; it must raise, and neither out, lse nor a page may change."""
         out, lse, before = self.arguments["out"], self.arguments["lse"], self.pages.clone()
-        kept = [x.clone() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else None for x in (out, lse)]
+        kept = [
+            x.clone() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else None for x in (out, lse)
+        ]
         with pytest.raises(error, match=message):
             octavo.run(**self.arguments)
         for now, then in zip((out, lse), kept, strict=True):
@@ -78,7 +80,12 @@ def test_the_good_call(call: Call) -> None:
     ("name", "value", "error", "message"),
     [
         # J14: planned for 5 rows, run with 4.
-        ("q", torch.zeros(4, 4, 16), ValueError, r"q must be \[at least num_tokens = 5, 4, 16\], got \(4, 4, 16\)"),
+        (
+            "q",
+            torch.zeros(4, 4, 16),
+            ValueError,
+            r"q must be \[at least num_tokens = 5, 4, 16\], got \(4, 4, 16\)",
+        ),
         ("q", torch.zeros(5, 3, 16), ValueError, r"q must be .* got \(5, 3, 16\)"),
         ("q", torch.zeros(5, 4, 8), ValueError, r"q must be .* got \(5, 4, 8\)"),
         ("q", torch.zeros(5, 64), ValueError, r"q must be .* got \(5, 64\)"),
@@ -97,13 +104,23 @@ def test_the_good_call(call: Call) -> None:
         ("lse", torch.zeros(4, 4), ValueError, r"lse must be float32 \[at least num_tokens = 5, 4\]"),
         ("lse", torch.zeros(5, 3), ValueError, r"lse must be float32 .* got torch.float32 \(5, 3\)"),
         ("lse", torch.zeros(5, 4, 1), ValueError, "lse must be float32"),
-        ("lse", torch.zeros(5, 4, dtype=torch.float64), ValueError, "lse must be float32 .* got torch.float64"),
+        (
+            "lse",
+            torch.zeros(5, 4, dtype=torch.float64),
+            ValueError,
+            "lse must be float32 .* got torch.float64",
+        ),
         ("lse", torch.zeros(5, 4, device="meta"), ValueError, "lse"),
         ("lse", 0.0, TypeError, "lse must be a torch tensor, got float"),
         ("spec", AttentionSpec(4, 1, 16), ValueError, r"k_cache must be \[num_blocks, block_size, 1, 16\]"),
         ("spec", AttentionSpec(4, 2, 24), ValueError, "q must be"),
         ("spec", AttentionSpec(4, 2, 16, 24), ValueError, "out must be"),
-        ("spec", AttentionSpec(4, 2, 1024), Unsupported, "head_dim 1024 and value_dim 1024 must be at most 512"),
+        (
+            "spec",
+            AttentionSpec(4, 2, 1024),
+            Unsupported,
+            "head_dim 1024 and value_dim 1024 must be at most 512",
+        ),
         ("alibi_slopes", TERMS, ValueError, "alibi_slopes must be None"),
         ("sinks", TERMS, ValueError, "sinks must be None"),
     ],
@@ -124,7 +141,12 @@ def pages(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (pages(6, 4, 2, 16), pages(6, 4, 2, 8), ValueError, r"v_cache must be .* got \(6, 4, 2, 8\)"),
         (pages(6, 4, 2, 16, dtype=torch.int8), pages(6, 4, 2, 16), TypeError, "k_cache must be float16"),
         (pages(6, 4, 2, 16), pages(6, 4, 2, 16, dtype=torch.float64), TypeError, "v_cache must be float16"),
-        (pages(6, 4, 2, 16, device="meta"), pages(6, 4, 2, 16, device="meta"), ValueError, "the cache on meta"),
+        (
+            pages(6, 4, 2, 16, device="meta"),
+            pages(6, 4, 2, 16, device="meta"),
+            ValueError,
+            "the cache on meta",
+        ),
         # The plan was made for 6 blocks of 4 rows; another page size would read other pages.
         (pages(6, 2, 2, 16), pages(6, 2, 2, 16), ValueError, "block_size"),
         (pages(6, 8, 2, 16), pages(6, 8, 2, 16), ValueError, "block_size"),
@@ -265,7 +287,11 @@ def one_call(**changes: object) -> tuple[torch.Tensor, torch.Tensor]:
         ({"query_start_loc": [0, 2, 5]}, TypeError, "query_start_loc must be a torch tensor, got list"),
         ({"alibi_slopes": [1.0] * 4}, TypeError, "alibi_slopes must be a torch tensor, got list"),
         ({"sinks": [1.0] * 4}, TypeError, "sinks must be a torch tensor, got list"),
-        ({"q": torch.zeros(5, 64)}, ValueError, r"q must be \[num_tokens, num_q_heads, head_dim\], got shape"),
+        (
+            {"q": torch.zeros(5, 64)},
+            ValueError,
+            r"q must be \[num_tokens, num_q_heads, head_dim\], got shape",
+        ),
         ({"q": torch.zeros(5, 4, 8)}, ValueError, "q has head_dim 8, k_cache 16"),
         ({"q": torch.zeros(5, 3, 16)}, ValueError, "num_q_heads must be a positive multiple .* got 3 and 2"),
         ({"q": torch.zeros(5, 4, 16, dtype=torch.int64)}, ValueError, "q of torch.int64"),
@@ -273,13 +299,29 @@ def one_call(**changes: object) -> tuple[torch.Tensor, torch.Tensor]:
         ({"block_table": torch.zeros(3, dtype=torch.int32)}, ValueError, "block_table must have 2 dimension"),
         ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "block_table must be torch.int32"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "seq_lens must lie in"),
-        ({"block_table": torch.full((2, 3), 6, dtype=torch.int32)}, ValueError, r"block_table\[0, 0\] = 6 lies"),
-        ({"block_table": torch.full((2, 3), -1, dtype=torch.int32)}, ValueError, r"block_table\[0, 0\] = -1 lies"),
+        (
+            {"block_table": torch.full((2, 3), 6, dtype=torch.int32)},
+            ValueError,
+            r"block_table\[0, 0\] = 6 lies",
+        ),
+        (
+            {"block_table": torch.full((2, 3), -1, dtype=torch.int32)},
+            ValueError,
+            r"block_table\[0, 0\] = -1 lies",
+        ),
         ({"seq_lens": torch.tensor([5, 9])}, TypeError, "seq_lens must be torch.int32"),
         ({"seq_lens": torch.tensor([5, 13], dtype=torch.int32)}, ValueError, "seq_lens"),
         ({"seq_lens": torch.tensor([5, -1], dtype=torch.int32)}, ValueError, "seq_lens"),
-        ({"query_start_loc": torch.tensor([0, 5], dtype=torch.int32)}, ValueError, "query_start_loc must have"),
-        ({"query_start_loc": torch.tensor([0, 6, 5], dtype=torch.int32)}, ValueError, "query_start_loc must start"),
+        (
+            {"query_start_loc": torch.tensor([0, 5], dtype=torch.int32)},
+            ValueError,
+            "query_start_loc must have",
+        ),
+        (
+            {"query_start_loc": torch.tensor([0, 6, 5], dtype=torch.int32)},
+            ValueError,
+            "query_start_loc must start",
+        ),
         ({"query_start_loc": torch.zeros(0, dtype=torch.int32)}, ValueError, "query_start_loc must have"),
         ({"k_cache": torch.zeros(6, 4, 2, 8)}, ValueError, "head_dim"),
         ({"k_cache": torch.zeros(6, 4, 2)}, ValueError, "k_cache must be"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from conformance.harness import Cut, groups
 
+from conformance.harness import Cut, groups
 from octavo.bench.cases import Case
 from octavo.cache import Order
 from octavo.planner import PrefixGroup

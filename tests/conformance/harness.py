@@ -76,9 +76,7 @@ def make_plan(problem: Problem, cut: Cut = WHOLE) -> Plan:
         batch_invariant=cut.invariant,
         check=True,
     )
-    levels = [
-        [replace(group, length=shareable(problem, group)) for group in level] for level in cut.cascade
-    ]
+    levels = [[replace(group, length=shareable(problem, group)) for group in level] for level in cut.cascade]
     return planner.plan(problem.batch, num_splits=cut.num_splits, prefix_levels=levels)
 
 

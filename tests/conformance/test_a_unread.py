@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from conformance.backends import Backend
 from conformance.common import CASES, CUTS, small
 from conformance.harness import Cut, attend, groups, make_plan, seen_slots, solve
-from tolerance import assert_attention, assert_same_bits, assert_within
-
 from octavo.bench.cases import GUARD, Case, Problem, build
 from octavo.spec import AttentionSpec, KVShard
+from tolerance import assert_attention, assert_same_bits, assert_within
 
 POISON = [float("nan"), float("inf"), float("-inf"), 1e4]
 
@@ -75,7 +75,9 @@ def test_table_padding_may_name_a_poisoned_page(backend: Backend, cut: Cut) -> N
     case = small("null-page", window_left=9)
     results = []
     for poison in (0.0, float("nan")):
-        problem = build(case, poison=poison, shard=KVShard(cut.world, 0, cut.interleave), device=backend.device)
+        problem = build(
+            case, poison=poison, shard=KVShard(cut.world, 0, cut.interleave), device=backend.device
+        )
         table = problem.batch.block_table
         in_use = set(table[table != GUARD].tolist())
         unused = next(block for block in range(problem.cache.num_blocks) if block not in in_use)
@@ -89,7 +91,9 @@ def test_table_padding_may_name_a_poisoned_page(backend: Backend, cut: Cut) -> N
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_ends_of_splits_are_masked(backend: Backend, num_splits: int | None, batch: int) -> None:
     """A06: few sequences, lengths 17 to 40, pieces that are no multiple of any tile."""
-    case = Case("short", AttentionSpec(2, 2, 128), (1,) * batch, (17, 25, 33, 40)[:batch], dtype=torch.float16)
+    case = Case(
+        "short", AttentionSpec(2, 2, 128), (1,) * batch, (17, 25, 33, 40)[:batch], dtype=torch.float16
+    )
     assert_attention(build(case), *solve(backend, case, Cut(num_splits=num_splits)))
 
 

@@ -6,28 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS, small
 from conformance.harness import Cut, attend, make_plan, rows_of, solve, visible
-from hypothesis import given
-from hypothesis import strategies as st
-from tolerance import assert_attention, assert_within, eager, exact
-
-import octavo
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.cache import LayerCache
 from octavo.planner import Planner
 from octavo.spec import AttentionSpec, KVShard
+from tolerance import assert_attention, assert_within, eager, exact
 
 EMPTY = float("-inf")
 
 
 def blind(case: Case) -> torch.Tensor:
     """[num_tokens] bool: the rows that see no key, counted key by key."""
-    return torch.tensor(
-        [not any(visible(case.spec, p, j, n) for j in range(n)) for _, p, n in rows_of(case)]
-    )
+    return torch.tensor([not any(visible(case.spec, p, j, n) for j in range(n)) for _, p, n in rows_of(case)])
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -49,7 +47,11 @@ def test_rows_without_keys(backend: Backend, cut: Cut, sinks: bool, causal: bool
     nothing = blind(case)
     assert int(nothing.sum()) == 4 + 2 * causal
     assert bool((out[nothing] == 0).all())
-    wanted = torch.full_like(lse[nothing], EMPTY) if problem.sinks is None else problem.sinks.expand_as(lse[nothing])
+    wanted = (
+        torch.full_like(lse[nothing], EMPTY)
+        if problem.sinks is None
+        else problem.sinks.expand_as(lse[nothing])
+    )
     assert_within("lse of empty rows", lse[nothing], wanted.double(), wanted)
     assert_attention(problem, out, lse)
 
@@ -118,11 +120,15 @@ def test_merge_identity_keeps_bits(backend: Backend) -> None:
     out, lse = torch.randn(64, 8, 32, device=backend.device), torch.randn(64, 8, device=backend.device)
     none = torch.full_like(out, float("nan")), torch.full_like(lse, EMPTY)
     for parts in ([(out, lse), none], [none, (out, lse)], [none, (out, lse), none], [(out, lse)]):
-        merged_out, merged_lse = octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)))
+        merged_out, merged_lse = octavo.merge_states(
+            *(torch.stack(side) for side in zip(*parts, strict=True))
+        )
         assert torch.equal(merged_out, out)
         assert torch.equal(merged_lse, lse)
     for count in (1, 2, 3):
-        merged_out, merged_lse = octavo.merge_states(torch.stack([none[0]] * count), torch.stack([none[1]] * count))
+        merged_out, merged_lse = octavo.merge_states(
+            torch.stack([none[0]] * count), torch.stack([none[1]] * count)
+        )
         assert bool((merged_out == 0).all())
         assert bool((merged_lse == EMPTY).all())
 

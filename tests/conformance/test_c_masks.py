@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS
 from conformance.harness import Cut, attend, groups, make_plan, rows_of, visible
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from tolerance import assert_within, eager, exact
-
-import octavo
 from octavo.bench.cases import Case, build
 from octavo.spec import AttentionSpec, KVShard
+from tolerance import assert_within, eager, exact
 
 
 def seen_keys(backend: Backend, case: Case, cut: Cut) -> list[list[int]]:
@@ -113,7 +113,13 @@ def test_cascade_keeps_windows(backend: Backend) -> None:
     for left in (None, 0, 5, 14, 25, 40):
         spec = AttentionSpec(1, 1, 8, window_left=left)
         case = Case(
-            "prefix", spec, (2, 3, 1, 9), (44, 20, 31, 52), 4, dtype=torch.float32, shared=levels[0] + levels[1]
+            "prefix",
+            spec,
+            (2, 3, 1, 9),
+            (44, 20, 31, 52),
+            4,
+            dtype=torch.float32,
+            shared=levels[0] + levels[1],
         )
         for splits in (None, 3):
             assert seen_keys(backend, case, Cut(splits, cascade=levels)) == wanted_keys(case)
@@ -132,7 +138,9 @@ def test_cascade_keeps_windows(backend: Backend) -> None:
 )
 def test_a_row_is_a_call_on_its_own_keys(backend: Backend, cut: Cut, mask: dict) -> None:
     """C08, G16: row i of any call = a call of one token on the keys [lo, hi) cut out by hand."""
-    case = Case("slice", AttentionSpec(6, 2, 16, **mask), (5, 1, 8, 6), (21, 17, 8, 40), 8, dtype=torch.float32)
+    case = Case(
+        "slice", AttentionSpec(6, 2, 16, **mask), (5, 1, 8, 6), (21, 17, 8, 40), 8, dtype=torch.float32
+    )
     problem = build(case, device=backend.device)
     parts = []
     for rank in range(cut.world):

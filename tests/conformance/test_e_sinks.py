@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS, small
 from conformance.harness import Cut, attend, groups, make_plan, solve
-from tolerance import assert_attention, assert_within, eager, exact
-
-import octavo
 from octavo import reference
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.spec import AttentionSpec
+from tolerance import assert_attention, assert_within, eager, exact
 
 CASES = (
     small("sinks", sinks=True),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from conformance.backends import Backend
 from conformance.harness import Cut, attend, make_plan, solve
 from conformance.pairwise import covering_array
-from tolerance import assert_attention
-
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.cache import LayerCache
 from octavo.spec import AttentionSpec
+from tolerance import assert_attention
 
 ROWS = covering_array(
     {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance.backends import Backend
-from conformance.common import CASES, CUTS, small
-from conformance.harness import Cut, attend, groups, make_plan, solve
 from hypothesis import given
 from hypothesis import strategies as st
-from tolerance import assert_attention, assert_same_bits, assert_within, eager, exact
 from torch import Tensor
 
 import octavo
+from conformance.backends import Backend
+from conformance.common import CASES, CUTS, small
+from conformance.harness import Cut, attend, groups, make_plan, solve
 from octavo.bench.cases import Case, Problem, build
 from octavo.spec import AttentionSpec, KVShard
+from tolerance import assert_attention, assert_same_bits, assert_within, eager, exact
 
 NAN = float("nan")
 
@@ -77,7 +77,10 @@ def test_any_cut_of_the_keys(
 def test_merge_is_associative(backend: Backend) -> None:
     """Merging two parts and then the third = merging three, up to rounding; many requests, 5 heads (F03)."""
     generator = torch.Generator().manual_seed(3)
-    outs, lses = torch.randn(3, 128, 5, 16, generator=generator), 4 * torch.randn(3, 128, 5, generator=generator)
+    outs, lses = (
+        torch.randn(3, 128, 5, 16, generator=generator),
+        4 * torch.randn(3, 128, 5, generator=generator),
+    )
     lses = as_view(lses, "heads first")
     at_once = octavo.merge_states(outs, lses)
     for first, second, third in ((0, 1, 2), (2, 0, 1)):
@@ -150,7 +153,9 @@ def test_an_older_plan_outlives_a_newer_one(backend: Backend, cut: Cut) -> None:
     problem, larger = build(small_case, device=backend.device), build(large_case, device=backend.device)
     planner = octavo.Planner(num_q_heads=6, value_dim=16, block_size=8, device=backend.device)
     levels = [small_case.shared[:1]] if cut.cascade else []
-    old = planner.plan(problem.batch, num_splits=cut.num_splits, prefix_levels=levels and [groups((range(4), 19))])
+    old = planner.plan(
+        problem.batch, num_splits=cut.num_splits, prefix_levels=levels and [groups((range(4), 19))]
+    )
     new = planner.plan(larger.batch, num_splits=7)
     for _ in range(2):
         assert_attention(problem, *attend(problem, old))

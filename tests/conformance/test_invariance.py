@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance.backends import Backend
-from conformance.harness import groups
-from tolerance import assert_attention, assert_same_bits
 from torch import Tensor
 
 import octavo
+from conformance.backends import Backend
+from conformance.harness import groups
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.planner import Planner, PrefixGroup
 from octavo.spec import AttentionSpec, KVShard
+from tolerance import assert_attention, assert_same_bits
 
 NEW = 3
 LENGTHS = (1100, 700, 3, 513, 1024)
@@ -29,10 +29,14 @@ LAYERS = {
 }
 
 
-def make(backend: Backend, layer: str, dtype: torch.dtype, *, page_seed: int = 0, rank: int = 0, world: int = 1):
+def make(
+    backend: Backend, layer: str, dtype: torch.dtype, *, page_seed: int = 0, rank: int = 0, world: int = 1
+):
     spec = AttentionSpec(4, 2, 16, **LAYERS[layer])
     case = Case("invariant", spec, (NEW,) * len(LENGTHS), LENGTHS, dtype=dtype, shared=SHARED)
-    return build(case, page_seed=page_seed, poison=float("nan"), shard=KVShard(world, rank), device=backend.device)
+    return build(
+        case, page_seed=page_seed, poison=float("nan"), shard=KVShard(world, rank), device=backend.device
+    )
 
 
 def step(
@@ -49,7 +53,9 @@ def step(
     `slack` is added to the bounds that the host claims to know. Keys past the rows kept are not there yet.
     """
     lengths = [LENGTHS[s] - (NEW - keep) for s in seqs]
-    batch = AttentionBatch.from_lengths([keep - drop] * len(seqs), lengths, problem.batch.block_table[list(seqs)])
+    batch = AttentionBatch.from_lengths(
+        [keep - drop] * len(seqs), lengths, problem.batch.block_table[list(seqs)]
+    )
     batch = replace(batch, max_seq_len=batch.max_seq_len + slack, max_query_len=batch.max_query_len + slack)
     spec = problem.spec
     planner = Planner(

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
+
 from conformance.backends import Backend
 from conformance.harness import Cut, groups, solve
 from conformance.pairwise import covering_array
-from tolerance import assert_attention
-
 from octavo.bench.cases import Case, build
 from octavo.spec import AttentionSpec
+from tolerance import assert_attention
 
 SEQ_LENS = (45, 70, 38, 52, 1, 0)
 EVERYONE = range(6)

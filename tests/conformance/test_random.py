@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from conformance.backends import Backend
 from conformance.harness import solve
 from conformance.test_pairs import FACTORS, from_row
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tolerance import assert_attention
-
 from octavo.bench.cases import build
 from octavo.planner import PrefixGroup
+from tolerance import assert_attention
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 90)), max_size=5)
 

@@ -117,9 +117,9 @@ def generate(
         raise CommandError("--logprobs is shown in the JSON document only; add --json")
     if raw and system is not None:
         raise CommandError("--system needs the chat template; leave out --raw, or write it into the prompt")
+    kv_cache_bytes = None if cache_memory is None else parse_size(cache_memory)
     if num_blocks is not None and cache_memory is not None:
         raise CommandError("--num-blocks and --cache-memory both size the cache; give one of them")
-    kv_cache_bytes = None if cache_memory is None else parse_size(cache_memory)
     check_early(dtype, kv_format, device)
     loading_since = time.perf_counter()
     with loading(console, model):
