@@ -143,7 +143,7 @@ def test_sizes() -> None:
 def test_only_the_named_slots_change(
     order: str, block_size: int, num_slots: int, padding: int, negative: set[int], seed: int
 ) -> None:
-    """G05, A05: the whole cache, byte by byte; negative slots and rows past slot_mapping (NaN) are not stored."""
+    """G05, A05: the whole cache, byte by byte; negative slots and rows past slot_mapping are not stored."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = -(-20 // block_size) + 1
     cache = make((block_size, 2, 8, 16), order, num_blocks=num_blocks, num_layers=2)
@@ -337,17 +337,11 @@ def test_a_failing_append_writes_nothing(change: dict, error: type, message: str
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_rows_of_8_bit_are_stored_or_refused_whole(name: str, dtype: torch.dtype) -> None:
-    """K must not be written when V cannot be."""
+def test_rows_of_8_bit_are_stored_whole(name: str, dtype: torch.dtype) -> None:
+    """Any float dtype: K and V of which one is fp8."""
     cache = make()
-    before = cache.pages.clone()
     arguments = {"k": torch.ones(3, 2, 16), "v": torch.ones(3, 2, 16)}
     arguments[name] = arguments[name].to(dtype)
-    try:
-        octavo.append(cache.layer(0), **arguments, slot_mapping=torch.tensor([0, 7, 19]))
-    except (TypeError, ValueError) as error:
-        assert name in str(error)
-        assert torch.equal(cache.pages, before)
-    else:
-        for view in (cache.layer(0).k_cache, cache.layer(0).v_cache):
-            assert float(view.sum()) == 3 * 2 * 16
+    octavo.append(cache.layer(0), **arguments, slot_mapping=torch.tensor([0, 7, 19]))
+    for view in (cache.layer(0).k_cache, cache.layer(0).v_cache):
+        assert float(view.sum()) == 3 * 2 * 16

@@ -352,7 +352,7 @@ def test_a_template_that_refuses_fails_the_prompt(run: Run) -> None:
         (["--raw", "--system", "be brief"], "--system needs the chat template"),
         (["--file", "/nowhere/prompts.txt"], "give one of them"),
         (["--no-such-option"], "--no-such-option"),
-        (["--top-k", "many"], "'many'"),
+        (["--top-k", "many"], "--top-k"),
         (["--model", "./nowhere/model"], "no model './nowhere/model'"),
     ],
 )
@@ -397,7 +397,7 @@ def test_a_corrupt_gguf_is_wrong_use(run: Run, tmp_path: Path, monkeypatch: pyte
     ("prompt", "message"),
     [
         ("", "the prompt is empty"),
-        ("x" * 300, "300"),
+        ("x" * 300, "at most 255"),
         ("half a letter \udcff", "no UTF-8 text"),
         (f"wow{BROKEN}", "not finite"),
     ],
@@ -412,7 +412,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone(run: Run, prompt: str, mess
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert errors[0].startswith("error: prompt 2: ")
-    assert message in errors[0] or prompt.startswith("x")
+    assert message in errors[0]
     code, out, err = run(*tiny("hello", prompt, "hello", "--json"))
     assert code == 1
     document = json.loads(out)

@@ -94,9 +94,7 @@ def test_imports_point_one_way(path: Path) -> None:
                 family = rest.split(".")[1]
                 assert family == inside[0], f"kernels/{inside[0]} imports {name}, of another family"
         elif own not in OPEN_TO_ALL and top not in sys.stdlib_module_names:
-            extra = (
-                KERNEL_PACKAGES.get(path.relative_to(SOURCE).parts[1], set()) if own == "kernels" else set()
-            )
+            extra = KERNEL_PACKAGES.get(path.relative_to(SOURCE).parts[1], set()) if own == "kernels" else set()
             assert top in {"torch", *extra}, f"{own} imports {top}; it may use torch and the standard library"
 
 
@@ -121,12 +119,8 @@ def test_the_walk_finds_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_import_octavo_loads_nothing_optional() -> None:
-    """Whatever torch loads by itself does not count; nothing else but the library and the standard library."""
-    program = (
-        "import sys, torch; before = set(sys.modules)\n"
-        "import octavo\n"
-        "print(*sorted(set(sys.modules) - before))\n"
-    )
+    """What torch loads does not count; besides it only the library and the standard library."""
+    program = "import sys, torch; before = set(sys.modules)\nimport octavo\nprint(*sorted(set(sys.modules) - before))\n"
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -90,9 +90,7 @@ def test_exact_cover(
     """Random batches, splits, levels and shards; rows of no sequence; bounds that are too large."""
     longest = max((n for _, n in lengths), default=0)
     levels = data.draw(prefix_trees(len(lengths), longest + 5))
-    batch = make(
-        [q for q, _ in lengths], [n for _, n in lengths], block_size=block_size, shard=shard, prefix=longest
-    )
+    batch = make([q for q, _ in lengths], [n for _, n in lengths], block_size=block_size, shard=shard, prefix=longest)
     batch = replace(
         batch,
         num_tokens=batch.num_tokens + padding,
@@ -116,9 +114,7 @@ def test_exact_cover(
     shard=SHARDS,
     prefix=st.integers(0, 1500),
 )
-def test_exact_cover_of_the_invariant_mode(
-    lengths: list[tuple[int, int]], shard: KVShard, prefix: int
-) -> None:
+def test_exact_cover_of_the_invariant_mode(lengths: list[tuple[int, int]], shard: KVShard, prefix: int) -> None:
     """Boundaries are multiples of the split from the sequence's own start, with and without a prefix."""
     batch = make([q for q, _ in lengths], [n for _, n in lengths], block_size=16, shard=shard, prefix=prefix)
     plan = planner(shard, 16, batch_invariant=True).plan(batch, common_prefix_len=prefix)
@@ -129,9 +125,7 @@ def test_exact_cover_of_the_invariant_mode(
             assert piece.kv_end - piece.kv_start <= INVARIANT_SPLIT
 
 
-def cover(
-    bounds: list[int], first_state: int = 0, num_states: int = 4, rows: list[int] | None = None
-) -> Plan:
+def cover(bounds: list[int], first_state: int = 0, num_states: int = 4, rows: list[int] | None = None) -> Plan:
     launches = [
         Launch(
             torch.tensor([0, 1], dtype=torch.int32),

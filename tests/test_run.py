@@ -29,9 +29,7 @@ class Call:
     def refused(self, error: type[Exception], message: str) -> None:
         """Run it; it must raise, and neither out, lse nor a page may change."""
         out, lse, before = self.arguments["out"], self.arguments["lse"], self.pages.clone()
-        kept = [
-            x.clone() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else None for x in (out, lse)
-        ]
+        kept = [x.clone() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else None for x in (out, lse)]
         with pytest.raises(error, match=message):
             octavo.run(**self.arguments)
         for now, then in zip((out, lse), kept, strict=True):
@@ -49,9 +47,7 @@ def make_planner(**options: Any) -> Planner:
 
 @pytest.fixture(params=[None, 2], ids=["one state", "splits"])
 def call(request: pytest.FixtureRequest) -> Call:
-    cache = PagedKVCache(
-        num_layers=1, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32
-    )
+    cache = PagedKVCache(num_layers=1, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     cache.layer(0).k_cache.normal_()
     cache.layer(0).v_cache.normal_()
     return Call(

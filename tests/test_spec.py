@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -36,9 +37,7 @@ def test_bounds_are_the_visible_keys(
         visible = [
             j
             for j in range(n)
-            if (not causal or j <= p)
-            and (left is None or j >= p - left)
-            and (right is None or j <= p + right)
+            if (not causal or j <= p) and (left is None or j >= p - left) and (right is None or j <= p + right)
         ]
         assert list(range(start, stop)) == visible
 
@@ -131,7 +130,7 @@ def test_a_long_context_over_eight_ranks() -> None:
             total = 0
             for rank in range(8):
                 count = KVShard(8, rank, interleave).local_count
-                parts = [count(b) - count(a) for a, b in zip(edges, edges[1:], strict=False)]
+                parts = [count(b) - count(a) for a, b in itertools.pairwise(edges)]
                 assert min(parts) >= 0
                 assert sum(parts) == count(70000)
                 total += sum(parts)

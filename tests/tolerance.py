@@ -40,12 +40,12 @@ def eager(problem: Problem) -> tuple[Tensor, Tensor]:
     out = torch.zeros(batch.num_tokens, spec.num_q_heads, spec.v_dim, dtype=problem.q.dtype)
     lse = torch.full((batch.num_tokens, spec.num_q_heads), -torch.inf)
     starts = batch.query_start_loc.tolist()
-    for i, (k, v) in enumerate(zip(problem.keys, problem.values, strict=True)):
+    for i, stored in enumerate(zip(problem.keys, problem.values, strict=True)):
+        k, v = (x.float().repeat_interleave(spec.group_size, 1) for x in stored)
         rows = slice(starts[i], starts[i + 1])
         positions = len(k) - (rows.stop - rows.start) + torch.arange(rows.stop - rows.start)
         lo, hi = spec.bounds(positions, torch.full_like(positions, len(k)))
         j = torch.arange(len(k))
-        k, v = (x.float().repeat_interleave(spec.group_size, 1) for x in (k, v))
         scores = torch.einsum("rhd,jhd->hrj", problem.q[rows].float(), k) * spec.scale
         if spec.logits_soft_cap is not None:
             scores = torch.tanh(scores / spec.logits_soft_cap) * spec.logits_soft_cap
@@ -83,7 +83,7 @@ def assert_within(what: str, actual: Tensor, true: Tensor, plain: Tensor) -> Non
     finite = true.isfinite()
     wrong = (actual.isfinite() != finite) | (~finite & (actual != true))
     assert not bool(wrong.any()), (
-        f"{what}: {int(wrong.sum())} values that are not finite where they should be, or the other way round; "
+        f"{what}: {int(wrong.sum())} values not finite where they should be, or the other way round; "
         f"the first at {wrong.nonzero()[0].tolist()}: {actual[wrong][0]}, not {true[wrong][0]}"
     )
     if not bool(finite.any()):

@@ -155,8 +155,8 @@ class PageLayout:
 
     def _plane(self, plane: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         if self.order == "NHD":
-            return plane.view(dtype).unflatten(1, (self.block_size, self.num_kv_heads, width))
-        return plane.view(dtype).unflatten(1, (self.num_kv_heads, self.block_size, width)).transpose(1, 2)
+            return plane.view(dtype).view(-1, self.block_size, self.num_kv_heads, width)
+        return plane.view(dtype).view(-1, self.num_kv_heads, self.block_size, width).transpose(1, 2)
 
 
 class PagedKVCache:

@@ -40,7 +40,7 @@ WHOLE = Cut()
 def solve(
     backend: Backend, case: Case, cut: Cut = WHOLE, *, poison: float = float("nan"), seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a case under a cut: out [num_tokens, H, value_dim] in the case's dtype, lse [num_tokens, H].
+    """Attention of a case under a cut: out [num_tokens, H, value_dim] in its dtype, lse [num_tokens, H].
 
     Each rank gets pages of its own with `poison` in every row that holds no key.
     """
@@ -105,9 +105,9 @@ def attend(problem: Problem, plan: Plan, spec: AttentionSpec | None = None) -> t
 
 
 def shareable(problem: Problem, group: PrefixGroup) -> int:
-    """The longest prefix, up to the group's, whose pages this rank's tables share; odd to the page if possible.
+    """The longest prefix, up to the group's, whose pages this rank's tables share; ends inside a page if it can.
 
-    `build` shares full pages only, so a prefix may end anywhere inside them.
+    `build` shares full pages only.
     """
     block_size, local_count = problem.case.block_size, problem.shard.local_count
     full = local_count(group.length) // block_size

@@ -61,9 +61,7 @@ def test_keys_between_the_windows_of_a_group(backend: Backend, num_splits: int |
 @pytest.mark.parametrize("length", [1, 3, 12, 13, 16])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("poison", POISON)
-def test_the_rest_of_the_last_page_is_not_read(
-    backend: Backend, length: int, block_size: int, poison: float
-) -> None:
+def test_the_rest_of_the_last_page_is_not_read(backend: Backend, length: int, block_size: int, poison: float) -> None:
     """A01, A02, A03: page 16 and 4, lengths 13 and 12 as control."""
     case = Case("tail", AttentionSpec(2, 1, 64), (1,), (length,), block_size, dtype=torch.float16)
     assert_attention(build(case), *solve(backend, case, poison=poison))
@@ -75,9 +73,7 @@ def test_table_padding_may_name_a_poisoned_page(backend: Backend, cut: Cut) -> N
     case = small("null-page", window_left=9)
     results = []
     for poison in (0.0, float("nan")):
-        problem = build(
-            case, poison=poison, shard=KVShard(cut.world, 0, cut.interleave), device=backend.device
-        )
+        problem = build(case, poison=poison, shard=KVShard(cut.world, 0, cut.interleave), device=backend.device)
         table = problem.batch.block_table
         in_use = set(table[table != GUARD].tolist())
         unused = next(block for block in range(problem.cache.num_blocks) if block not in in_use)
@@ -91,9 +87,7 @@ def test_table_padding_may_name_a_poisoned_page(backend: Backend, cut: Cut) -> N
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_ends_of_splits_are_masked(backend: Backend, num_splits: int | None, batch: int) -> None:
     """A06: few sequences, lengths 17 to 40, pieces that are no multiple of any tile."""
-    case = Case(
-        "short", AttentionSpec(2, 2, 128), (1,) * batch, (17, 25, 33, 40)[:batch], dtype=torch.float16
-    )
+    case = Case("short", AttentionSpec(2, 2, 128), (1,) * batch, (17, 25, 33, 40)[:batch], dtype=torch.float16)
     assert_attention(build(case), *solve(backend, case, Cut(num_splits=num_splits)))
 
 

@@ -47,11 +47,7 @@ def test_rows_without_keys(backend: Backend, cut: Cut, sinks: bool, causal: bool
     nothing = blind(case)
     assert int(nothing.sum()) == 4 + 2 * causal
     assert bool((out[nothing] == 0).all())
-    wanted = (
-        torch.full_like(lse[nothing], EMPTY)
-        if problem.sinks is None
-        else problem.sinks.expand_as(lse[nothing])
-    )
+    wanted = torch.full_like(lse[nothing], EMPTY) if problem.sinks is None else problem.sinks.expand_as(lse[nothing])
     assert_within("lse of empty rows", lse[nothing], wanted.double(), wanted)
     assert_attention(problem, out, lse)
 
@@ -116,19 +112,15 @@ def test_merge_with_empty_parts(backend: Backend, empty: list[list[bool]], junk:
 
 
 def test_merge_identity_keeps_bits(backend: Backend) -> None:
-    """B01, B02: merge(x, empty) = x from either side; merge(empty, empty) = empty, for two and three parts."""
+    """B01, B02: merge(x, empty) = x from either side; merge(empty, empty) = empty, two and three parts."""
     out, lse = torch.randn(64, 8, 32, device=backend.device), torch.randn(64, 8, device=backend.device)
     none = torch.full_like(out, float("nan")), torch.full_like(lse, EMPTY)
     for parts in ([(out, lse), none], [none, (out, lse)], [none, (out, lse), none], [(out, lse)]):
-        merged_out, merged_lse = octavo.merge_states(
-            *(torch.stack(side) for side in zip(*parts, strict=True))
-        )
+        merged_out, merged_lse = octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)))
         assert torch.equal(merged_out, out)
         assert torch.equal(merged_lse, lse)
     for count in (1, 2, 3):
-        merged_out, merged_lse = octavo.merge_states(
-            torch.stack([none[0]] * count), torch.stack([none[1]] * count)
-        )
+        merged_out, merged_lse = octavo.merge_states(torch.stack([none[0]] * count), torch.stack([none[1]] * count))
         assert bool((merged_out == 0).all())
         assert bool((merged_lse == EMPTY).all())
 

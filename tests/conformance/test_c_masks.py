@@ -138,9 +138,7 @@ def test_cascade_keeps_windows(backend: Backend) -> None:
 )
 def test_a_row_is_a_call_on_its_own_keys(backend: Backend, cut: Cut, mask: dict) -> None:
     """C08, G16: row i of any call = a call of one token on the keys [lo, hi) cut out by hand."""
-    case = Case(
-        "slice", AttentionSpec(6, 2, 16, **mask), (5, 1, 8, 6), (21, 17, 8, 40), 8, dtype=torch.float32
-    )
+    case = Case("slice", AttentionSpec(6, 2, 16, **mask), (5, 1, 8, 6), (21, 17, 8, 40), 8, dtype=torch.float32)
     problem = build(case, device=backend.device)
     parts = []
     for rank in range(cut.world):

@@ -39,13 +39,9 @@ def test_small_tiles(case: Case, cut: Cut) -> None:
 @pytest.mark.parametrize("num_splits", [None, 3])
 @pytest.mark.parametrize("window", [None, 0, 20, 63, 64, 65])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_chunk_without_a_key_for_some_rows(
-    causal: bool, window: int | None, num_splits: int | None
-) -> None:
+def test_a_chunk_without_a_key_for_some_rows(causal: bool, window: int | None, num_splits: int | None) -> None:
     """B11: a row may see nothing in one chunk and something in the next; the running maximum survives."""
-    spec = AttentionSpec(
-        2, 1, 8, causal=causal, window_left=window, window_right=window if not causal else None
-    )
+    spec = AttentionSpec(2, 1, 8, causal=causal, window_left=window, window_right=window if not causal else None)
     case = Case("chunks", spec, (130, 3, 70), (200, 193, 70), dtype=torch.float32)
     assert_attention(build(case), *solve(CPU, case, Cut(num_splits=num_splits)))
 

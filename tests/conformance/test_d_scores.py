@@ -172,10 +172,7 @@ def test_scores_beyond_half_range(backend: Backend) -> None:
     k, v = torch.full((1, 16, 1, 128), 40.0).half(), torch.full((1, 16, 1, 128), 2.0).half()
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     out, lse = octavo.paged_attention(
-        *(
-            x.to(backend.device)
-            for x in (k[0, :1], k, v, table, one, torch.tensor([0, 1], dtype=torch.int32))
-        ),
+        *(x.to(backend.device) for x in (k[0, :1], k, v, table, one, torch.tensor([0, 1], dtype=torch.int32))),
         softmax_scale=1.0,
         backend=backend.name,
     )

@@ -40,7 +40,7 @@ def with_key_for_the_sink(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]
     head gets a KV head of its own, since sinks differ among heads that share one.
     """
     spec = problem.spec
-    assert spec.causal and spec.window_left is None  # a mask that an earlier key does not change
+    assert (spec.causal, spec.window_left) == (True, None)  # a mask that an earlier key does not change
     heads = spec.num_q_heads
     wide = replace(
         spec,
@@ -53,9 +53,9 @@ def with_key_for_the_sink(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]
     q = torch.nn.functional.pad(problem.q, (0, 8)).double()
     q[..., spec.head_dim] = 1.0
     keys, values = [], []
-    for k, v in zip(problem.keys, problem.values, strict=True):
-        k = torch.nn.functional.pad(k.repeat_interleave(spec.group_size, 1), (0, 8)).double()
-        v = v.repeat_interleave(spec.group_size, 1).double()
+    for shared_k, shared_v in zip(problem.keys, problem.values, strict=True):
+        k = torch.nn.functional.pad(shared_k.repeat_interleave(spec.group_size, 1), (0, 8)).double()
+        v = shared_v.repeat_interleave(spec.group_size, 1).double()
         sink_key = torch.zeros(1, heads, wide.head_dim, dtype=torch.float64)
         sink_key[0, :, spec.head_dim] = problem.sinks.double() / spec.scale
         keys += [sink_key, k]
@@ -118,7 +118,5 @@ def test_short_and_long(backend: Backend, length: int, num_splits: int | None) -
 def test_not_once_per_rank(backend: Backend, world: int, num_splits: int | None) -> None:
     """E06: 100 keys over 2 and 4 ranks, with a cascade besides."""
     shared = groups(((0, 1), 48))
-    case = Case(
-        "rank", AttentionSpec(4, 2, 16, sinks=True), (1, 3), (100, 60), 8, dtype=torch.float32, shared=shared
-    )
+    case = Case("rank", AttentionSpec(4, 2, 16, sinks=True), (1, 3), (100, 60), 8, dtype=torch.float32, shared=shared)
     assert_attention(build(case), *solve(backend, case, Cut(num_splits, (shared,), world)))

@@ -42,9 +42,7 @@ def on_raw_keys(problem: Problem) -> Problem:
     offsets = torch.tensor([0, *problem.case.seq_lens]).cumsum(0).to(torch.int32)
     k, v = torch.cat(problem.keys), torch.cat(problem.values)
     return Problem(
-        case=Case(
-            "raw", problem.spec, problem.case.query_lens, problem.case.seq_lens, 1, dtype=problem.case.dtype
-        ),
+        case=Case("raw", problem.spec, problem.case.query_lens, problem.case.seq_lens, 1, dtype=problem.case.dtype),
         shard=problem.shard,
         batch=AttentionBatch.from_raw_keys(problem.batch.query_start_loc, offsets),
         q=problem.q,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -61,11 +63,11 @@ LAYOUTS = ("contiguous", "heads first", "parts last", "padded")
 def test_any_cut_of_the_keys(
     backend: Backend, cuts: list[int], lse_layout: str, out_layout: str, sinks: bool, order: object
 ) -> None:
-    """F03, F10: parts of any length, empty ones too, in any order, with LSE and output as any strided view."""
+    """F03, F10: parts of any length, empty too, in any order, with LSE and output as any strided view."""
     spec = AttentionSpec(5, 1, 16, causal=False, logits_soft_cap=2.0, sinks=sinks)
     problem = build(Case("cut", spec, (3,), (40,), dtype=torch.float32))
     edges = [0, *cuts, 40]
-    pieces = list(zip(edges, edges[1:], strict=False))
+    pieces = list(itertools.pairwise(edges))
     order.shuffle(pieces)
     outs, lses = zip(*(part(backend, problem, *piece) for piece in pieces), strict=True)
     out, lse = octavo.merge_states(
@@ -117,7 +119,7 @@ def test_lse_has_one_layout(backend: Backend, num_splits: int) -> None:
 
 @pytest.mark.parametrize("cut", [Cut(num_splits=4), CUTS["cascade"], CUTS["invariant"], CUTS["all"]])
 def test_junk_in_the_workspace(backend: Backend, cut: Cut) -> None:
-    """F12, F13: partial results start from whatever an earlier step left there; lengths 0 and 1 among them."""
+    """F12, F13: partial results start from what an earlier step left; lengths 0 and 1 among them."""
     case = small("junk", (1, 9, 2, 4, 3, 1), (45, 70, 0, 52, 1, 600), shared=groups(((0, 1, 3), 26)))
     cut = Cut(cut.num_splits, cut.cascade and (case.shared,), invariant=cut.invariant)
     results = []
@@ -153,9 +155,7 @@ def test_an_older_plan_outlives_a_newer_one(backend: Backend, cut: Cut) -> None:
     problem, larger = build(small_case, device=backend.device), build(large_case, device=backend.device)
     planner = octavo.Planner(num_q_heads=6, value_dim=16, block_size=8, device=backend.device)
     levels = [small_case.shared[:1]] if cut.cascade else []
-    old = planner.plan(
-        problem.batch, num_splits=cut.num_splits, prefix_levels=levels and [groups((range(4), 19))]
-    )
+    old = planner.plan(problem.batch, num_splits=cut.num_splits, prefix_levels=levels and [groups((range(4), 19))])
     new = planner.plan(larger.batch, num_splits=7)
     for _ in range(2):
         assert_attention(problem, *attend(problem, old))

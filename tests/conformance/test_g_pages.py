@@ -131,9 +131,7 @@ def test_fused_query_key_value(backend: Backend, order: str) -> None:
     """G19, G02: q, K and V are columns of one buffer; appended to pages, or read as raw keys."""
     length, heads, dim = 21, (4, 2), 16
     fused = torch.randn(length, (heads[0] + 2 * heads[1]) * dim, device=backend.device)
-    q, k, v = (
-        x.unflatten(1, (-1, dim)) for x in fused.split([n * dim for n in (heads[0], heads[1], heads[1])], 1)
-    )
+    q, k, v = (x.unflatten(1, (-1, dim)) for x in fused.split([n * dim for n in (heads[0], heads[1], heads[1])], 1))
     assert not q.is_contiguous()
     case = Case("fused", AttentionSpec(*heads, dim), (length,), (length,), 8, order, torch.float32)
     problem = build(case, poison=NAN, device=backend.device)
@@ -191,9 +189,7 @@ def test_a_table_as_wide_as_it_must_be(backend: Backend) -> None:
 
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (4, 4, 4), (3, 3, 3), (2, 4, 1)])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1)])
-def test_heads_folded_into_rows(
-    backend: Backend, query_lens: tuple[int, ...], heads: tuple[int, int]
-) -> None:
+def test_heads_folded_into_rows(backend: Backend, query_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
     """G12, G13, G16: one new token; as many new tokens as heads in a group; a table row per request."""
     case = Case("fold", AttentionSpec(*heads, 128), query_lens, (200, 40, 7), dtype=torch.float16)
     assert_attention(build(case), *solve(backend, case))

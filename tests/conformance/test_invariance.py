@@ -29,14 +29,10 @@ LAYERS = {
 }
 
 
-def make(
-    backend: Backend, layer: str, dtype: torch.dtype, *, page_seed: int = 0, rank: int = 0, world: int = 1
-):
+def make(backend: Backend, layer: str, dtype: torch.dtype, *, page_seed: int = 0, rank: int = 0, world: int = 1):
     spec = AttentionSpec(4, 2, 16, **LAYERS[layer])
     case = Case("invariant", spec, (NEW,) * len(LENGTHS), LENGTHS, dtype=dtype, shared=SHARED)
-    return build(
-        case, page_seed=page_seed, poison=float("nan"), shard=KVShard(world, rank), device=backend.device
-    )
+    return build(case, page_seed=page_seed, poison=float("nan"), shard=KVShard(world, rank), device=backend.device)
 
 
 def step(
@@ -53,9 +49,7 @@ def step(
     `slack` is added to the bounds that the host claims to know. Keys past the rows kept are not there yet.
     """
     lengths = [LENGTHS[s] - (NEW - keep) for s in seqs]
-    batch = AttentionBatch.from_lengths(
-        [keep - drop] * len(seqs), lengths, problem.batch.block_table[list(seqs)]
-    )
+    batch = AttentionBatch.from_lengths([keep - drop] * len(seqs), lengths, problem.batch.block_table[list(seqs)])
     batch = replace(batch, max_seq_len=batch.max_seq_len + slack, max_query_len=batch.max_query_len + slack)
     spec = problem.spec
     planner = Planner(
@@ -86,7 +80,7 @@ def assert_same_rows(what: str, rows: dict, wanted: dict, drop: int = 0, keep: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_bits_follow_from_the_row(backend: Backend, layer: str, dtype: torch.dtype, world: int) -> None:
-    """J09, J16: alone, beside others, in any order, chunked, with loose bounds, on other pages, in a cascade."""
+    """J09, J16: alone, beside others, in any order, chunked, loose bounds, other pages, in a cascade."""
     problem = make(backend, layer, dtype, world=world, rank=world - 1)
     everyone = tuple(range(len(LENGTHS)))
     wanted = step(problem, everyone)

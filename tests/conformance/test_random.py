@@ -24,9 +24,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 90)), max_size=5
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=30)
-def test_random_problems(
-    backend: Backend, row: dict, lengths: list[tuple[int, int]], prefix: int, seed: int
-) -> None:
+def test_random_problems(backend: Backend, row: dict, lengths: list[tuple[int, int]], prefix: int, seed: int) -> None:
     case, cut = from_row(row)
     everyone = PrefixGroup(tuple(range(len(lengths))), prefix)
     shared = (everyone,) if prefix and lengths else ()

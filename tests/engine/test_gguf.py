@@ -135,9 +135,7 @@ def changed(small: Path, name: str, after: int, form: str, value: int) -> bytes:
         ("a.text", 12, "<B", 0xFF, "not UTF-8"),
     ],
 )
-def test_bad_entry(
-    small: Path, tmp_path: Path, name: str, after: int, form: str, value: int, words: str
-) -> None:
+def test_bad_entry(small: Path, tmp_path: Path, name: str, after: int, form: str, value: int, words: str) -> None:
     assert words in refusal(tmp_path / "bad.gguf", changed(small, name, after, form, value))
 
 

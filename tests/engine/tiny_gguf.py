@@ -15,9 +15,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 4, 2, 16, 2
 THETA, WINDOW = 5_000.0, 8
 
 _SPELLING = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
-_SPELLING |= {
-    byte: chr(256 + index) for index, byte in enumerate(b for b in range(256) if b not in _SPELLING)
-}
+_SPELLING |= {byte: chr(256 + index) for index, byte in enumerate(b for b in range(256) if b not in _SPELLING)}
 
 BYTE_LEVEL_TOKENS = [
     "<|endoftext|>",
@@ -34,16 +32,14 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% en
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _LETTERS = [*"helowrd▁"]
-LLAMA_TOKENS = ["<unk>", "<s>", "</s>", *_BYTES, "he", "ll", "llo", "hello", "▁hello", *_LETTERS]
-LLAMA_SCORES = [0.0] * (3 + 256) + [-1.0, -2.0, -3.0, -4.0, -5.0] + [-9.0] * len(_LETTERS)
+LLAMA_TOKENS = ["<unk>", "<s>", "</s>", *_BYTES, "he", "ll", "llo", "hello", "▁hello", "el", *_LETTERS]
+LLAMA_SCORES = [0.0] * (3 + 256) + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0] + [-9.0] * len(_LETTERS)
 GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", *_BYTES, "  ", "he", "ll", "llo", "hello", *_LETTERS]
 
 
 def random_model(family: str, **changes: object) -> PreTrainedModel:
     """A float32 model of `family` with norm weights that survive + 1 - 1 exactly."""
-    vocab = {"llama": LLAMA_TOKENS, "gemma2": GEMMA_TOKENS, "gemma3": GEMMA_TOKENS}.get(
-        family, BYTE_LEVEL_TOKENS
-    )
+    vocab = {"llama": LLAMA_TOKENS, "gemma2": GEMMA_TOKENS, "gemma3": GEMMA_TOKENS}.get(family, BYTE_LEVEL_TOKENS)
     settings: dict[str, object] = {
         "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -59,9 +55,7 @@ def random_model(family: str, **changes: object) -> PreTrainedModel:
             "full_attention": settings["rope_parameters"],
             "sliding_attention": local,
         }
-    kind = {"gemma2": "Gemma2", "gemma3": "Gemma3Text", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[
-        family
-    ]
+    kind = {"gemma2": "Gemma2", "gemma3": "Gemma3Text", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     config = getattr(transformers, f"{kind}Config")(**settings | changes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)

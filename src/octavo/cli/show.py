@@ -121,7 +121,7 @@ def loading(console: Console, model: str) -> Iterator[None]:
         with console.status(message):
             yield
     else:
-        console.print(message)
+        console.print(message, soft_wrap=True)
         yield
 
 

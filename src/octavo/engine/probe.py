@@ -23,8 +23,19 @@ _RECORD = "octavo_record"
 _MASK = "octavo_mask_function"
 
 IGNORED_ARGUMENTS = frozenset(
-    "cache past_key_values position_ids use_cache dropout output_attentions output_hidden_states "
-    "output_router_logits return_dict deterministic cache_position".split()
+    {
+        "cache",
+        "cache_position",
+        "deterministic",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
 )
 """Arguments of an attention call that do not change what it computes when no cache of Transformers is used."""
 

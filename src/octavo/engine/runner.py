@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -173,8 +174,8 @@ def _make_caches(
 
 def _common_prefix_len(chunks: Sequence[ScheduledChunk], block_size: int) -> int:
     """Tokens in the leading blocks that all requests share."""
-    # os.path.commonprefix compares any sequences element by element, the first against the last in order.
-    return len(os.path.commonprefix([chunk.request.block_ids for chunk in chunks])) * block_size
+    columns = zip(*(chunk.request.block_ids for chunk in chunks), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) * block_size
 
 
 def _free_memory() -> int:

@@ -127,8 +127,8 @@ class Scheduler:
         for request in self.running:  # decodes, then at most one prefill: see the class
             chunks.append(_chunk(request, budget))
             budget -= chunks[-1].num_tokens
-        # A preempted request may fit again at once, on blocks of equal content that another one holds. It waits
-        # for the next step all the same, so that no request is both preempted and scheduled.
+        # A preempted request may fit again at once, on blocks of equal content that another one holds. It
+        # waits for the next step all the same, so that no request is both preempted and scheduled.
         while not preempted and budget > 0 and self._admit_oldest():
             chunks.append(_chunk(self.running[-1], budget))
             budget -= chunks[-1].num_tokens
@@ -153,7 +153,10 @@ class Scheduler:
                 continue
             request.num_computed_tokens = chunk.stop
             first, last = chunk.start // block_size, chunk.stop // block_size
-            self.pool.commit(request.block_ids, first, request.tokens(first * block_size, last * block_size))
+            if last > first:
+                self.pool.commit(
+                    request.block_ids, first, request.tokens(first * block_size, last * block_size)
+                )
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and gives its blocks back. Raises ValueError if it is not one of ours."""
@@ -180,8 +183,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
-            new_blocks = self.pool.allocate(missing)
+            new_blocks = self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(request.block_ids))
             if new_blocks is None:
                 preempted.append(self._preempt_newest())  # perhaps the request itself
                 continue
@@ -197,6 +199,7 @@ class Scheduler:
         return request
 
     def _admit_oldest(self) -> bool:
+        # Without a free block no look-up can help, since a last token always needs one: spare the hashing.
         if not self.waiting or len(self.running) >= self.max_num_seqs or self.pool.num_free == 0:
             return False
         request = self.waiting[0]
