@@ -109,9 +109,7 @@ def tiny(*arguments: str) -> list[str]:
 
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=120)
 
 
 def only_error(err: str) -> str:
@@ -158,9 +156,7 @@ def test_doctor_json_gives_the_codes_own_answers() -> None:
     assert bool(facts["devices"]["cuda"]) != bool(facts["devices"]["cuda_reason"])
     assert [row["name"] for row in facts["backends"]] == ["reference", *kernels.BACKENDS]
     assert {row["name"]: row["reason"] for row in facts["backends"]}["cpu"] is None
-    on_cpu = {
-        (row["option"], row["value"]): row["reason"] for row in facts["support"] if row["device"] == "cpu"
-    }
+    on_cpu = {(row["option"], row["value"]): row["reason"] for row in facts["support"] if row["device"] == "cpu"}
     assert [value for option, value in on_cpu if option == "attention kind"] == list(Backend.kinds)
     for name in Backend.kv_formats:
         assert on_cpu["cache format", name] is None
@@ -208,9 +204,7 @@ def test_without_typer_the_error_says_what_to_install(
 
 def test_one_prompt_streams_its_text_alone_to_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
-    monkeypatch.setattr(
-        "octavo.cli.generate.stream", lambda delta: (pieces.append(delta.text), stream(delta))
-    )
+    monkeypatch.setattr("octavo.cli.generate.stream", lambda delta: (pieces.append(delta.text), stream(delta)))
     code, out, err = run(*tiny("hello"))
     assert code == 0
     assert len(out) == 9
@@ -292,9 +286,7 @@ def test_a_seed_repeats_the_same_text(run: Run) -> None:
 
 
 def test_a_second_prompt_with_the_same_beginning_hits_the_prefix_cache(run: Run) -> None:
-    arguments = tiny(
-        "--json", "--max-num-seqs", "1", "--block-size", "4", "one two three 1", "one two three 2"
-    )
+    arguments = tiny("--json", "--max-num-seqs", "1", "--block-size", "4", "one two three 1", "one two three 2")
     summary = json.loads(run(*arguments)[1])["summary"]
     assert summary["num_cached_tokens"] == len("user: one two three 1") // 4 * 4
     assert json.loads(run(*arguments, "--no-prefix-cache")[1])["summary"]["num_cached_tokens"] == 0
@@ -302,9 +294,7 @@ def test_a_second_prompt_with_the_same_beginning_hits_the_prefix_cache(run: Run)
 
 def test_system_message_and_raw_prompt_reach_the_model(run: Run) -> None:
     def length(*arguments: str) -> int:
-        return int(
-            json.loads(run(*tiny("hello", "--json", *arguments))[1])["results"][0]["num_prompt_tokens"]
-        )
+        return int(json.loads(run(*tiny("hello", "--json", *arguments))[1])["results"][0]["num_prompt_tokens"])
 
     assert length("--raw") == len("hello")
     assert length("--system", "be brief") == len("system: be brief\nuser: hello\nassistant: ")
@@ -327,6 +317,52 @@ def test_a_template_that_refuses_fails_the_prompt(run: Run) -> None:
     code, out, err = run(*tiny("hello", "--system", "be brief", "--quiet"))
     assert (code, out) == (1, "")
     assert "no system role" in only_error(err)
+
+
+def test_every_option_reaches_the_engine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def params(**fields: Any) -> None:
+        seen.append(fields)
+
+    def llm(model: str, **fields: Any) -> None:
+        seen.append({"model": model, **fields})
+        raise ValueError("enough")
+
+    monkeypatch.setattr("octavo.cli.generate.SamplingParams", params)
+    monkeypatch.setattr(engine, "LLM", llm)
+    sampling = "--max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --min-p 0.1 --repetition-penalty 1.2 --seed 9"
+    cache = "--dtype bfloat16 --kv-format float16 --device cpu --block-size 8 --cache-memory 1MiB"
+    batch = "--max-num-seqs 5 --max-num-batched-tokens 6 --max-model-len 7 --no-prefix-cache"
+    flags = "--stop a --stop b --ignore-eos --logprobs 2 --json"
+    code, _, err = run("generate", "hello", "--model", "m", *" ".join([sampling, cache, batch, flags]).split())
+    assert code == 2
+    assert only_error(err) == "error: enough"
+    assert seen[0] == {
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.6,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "seed": 9,
+        "stop": ["a", "b"],
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    assert seen[1] == {
+        "model": "m",
+        "dtype": "bfloat16",
+        "kv_format": "float16",
+        "device": "cpu",
+        "block_size": 8,
+        "num_blocks": None,
+        "kv_cache_bytes": 1 << 20,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6,
+        "max_model_len": 7,
+        "enable_prefix_caching": False,
+    }
 
 
 # generate: errors
@@ -423,9 +459,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone(run: Run, prompt: str, mess
 
 
 @pytest.mark.parametrize("arguments", [["hello"], ["hello", "hello"], ["hello", "--json"]])
-def test_ctrl_c_keeps_what_was_generated(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_ctrl_c_keeps_what_was_generated(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     whole = run(*tiny("hello"))[1].strip()
     sample, calls = engine.Sampler.sample, [0]
 
@@ -521,9 +555,7 @@ def test_no_sizes(text: str) -> None:
 
 @pytest.mark.model
 def test_a_real_model_answers() -> None:
-    done = process(
-        "-m", "octavo", "generate", "--json", "--max-tokens", "24", "What is the capital of France?"
-    )
+    done = process("-m", "octavo", "generate", "--json", "--max-tokens", "24", "What is the capital of France?")
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)["results"]
     assert "Paris" in result["text"]

@@ -36,7 +36,7 @@ def test_order_of_pages_changes_no_bit(backend: Backend, case: Case, cut: Cut) -
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 16, 32, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 5, 16, 32, 128])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_page_size_and_layout(backend: Backend, cut: Cut, block_size: int, order: str) -> None:
     """G03, G07: any page size, also none that divides a tile, in both layouts."""

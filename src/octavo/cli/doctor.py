@@ -192,9 +192,7 @@ def _answers(device: torch.device) -> Iterator[tuple[str, str, str | None]]:
 
 def _page_layout_reason(order: Order) -> str | None:
     try:
-        Backend.page_layout(
-            AttentionSpec(**_SPEC), torch.float32, "auto", Backend.preferred_block_size, order
-        )
+        Backend.page_layout(AttentionSpec(**_SPEC), torch.float32, "auto", Backend.preferred_block_size, order)
     except ValueError as error:
         return str(error)
     return None

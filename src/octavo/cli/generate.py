@@ -45,9 +45,7 @@ def generate(
     file: Annotated[
         str | None, typer.Option(help="Prompts, one a line, empty lines left out; - is standard input.")
     ] = None,
-    model: Annotated[
-        str, _model(help="A folder, GGUF file or hub name, or smollm2, gemma3-270m.")
-    ] = "smollm2",
+    model: Annotated[str, _model(help="A folder, GGUF file or hub name, or smollm2, gemma3-270m.")] = "smollm2",
     dtype: Annotated[str, _model(help=f"Of the model: {_FORMATS}.")] = "auto",
     device: Annotated[str, _model(help="Where the model runs.")] = "cpu",
     system: Annotated[str | None, _model(help="System message for the chat template.")] = None,
@@ -69,9 +67,7 @@ def generate(
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     logprobs: Annotated[
         int | None,
-        _sampling(
-            help="Log-probabilities, in the JSON document: of the chosen token (0), of the n likeliest too."
-        ),
+        _sampling(help="Log-probabilities, in the JSON document: of the chosen token (0), of the n likeliest too."),
     ] = None,
     kv_format: Annotated[str, _cache(help=f"How K and V are stored: {_FORMATS}.")] = "auto",
     block_size: Annotated[int, _cache(min=1, help="Tokens of a page.")] = 16,

@@ -61,15 +61,16 @@ def collect(
         else:
             readable.append(i)
             batch.append(prompt)
-    first: float | None = None
+    waits: dict[int, float] = {}
     first_age: float | None = None
     interrupted = False
     started = time.perf_counter()
     try:
         for delta in llm.stream(batch, params):
             i = readable[delta.index]
-            if delta.token_ids and first is None:
-                first, first_age = time.perf_counter() - started, process_age()
+            if delta.token_ids and i not in waits:
+                first_age = process_age() if not waits else first_age
+                waits[i] = time.perf_counter() - started
             texts[i] += delta.text
             tokens[i] += delta.token_ids
             if delta.result is not None:
@@ -79,8 +80,14 @@ def collect(
         interrupted = True
     seconds = time.perf_counter() - started
     for i in range(len(prompts)):
-        results.setdefault(i, Result(texts[i], tuple(tokens[i]), "aborted"))
-    return Outcome(tuple(results[i] for i in range(len(prompts))), seconds, first, first_age, interrupted)
+        results.setdefault(i, Result(texts[i], tuple(tokens[i]), "aborted", time_to_first_token=waits.get(i)))
+    return Outcome(
+        tuple(results[i] for i in range(len(prompts))),
+        seconds,
+        min(waits.values(), default=None),
+        first_age,
+        interrupted,
+    )
 
 
 def process_age() -> float | None:

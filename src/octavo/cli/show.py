@@ -60,8 +60,6 @@ class Summary:
         stats = llm.stats
         waits = [result.time_to_first_token for result in outcome.results if result.error is None]
         prefill = max((wait for wait in waits if wait is not None), default=outcome.seconds)
-        if outcome.interrupted:
-            prefill = outcome.seconds
         return cls(
             model=model,
             dtype=str(llm.model.dtype).removeprefix("torch."),
@@ -136,7 +134,7 @@ def progress(console: Console, num_prompts: int) -> Iterator[Callable[[Delta], N
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=True,
     )
     task = bar.add_task("", total=num_prompts, tokens=0)
     tokens = 0

