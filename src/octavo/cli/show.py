@@ -134,7 +134,7 @@ def progress(console: Console, num_prompts: int) -> Iterator[Callable[[Delta], N
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=True,
+        disable=not console.is_terminal,
     )
     task = bar.add_task("", total=num_prompts, tokens=0)
     tokens = 0

@@ -154,13 +154,17 @@ def _attend_tile(
         chunk = min(num_keys, max(64, MAX_SCORES // (n * spec.num_q_heads * rows)))
     for offset in range(0, num_keys, chunk):
         j = base + torch.arange(offset, offset + chunk, dtype=base.dtype)  # [n, chunk] local keys
-        k, v = _load(layer, tile.seqs, j, (j >= first) & (j < last))
-        if rows > 1 and not bool(v.isfinite().all()):
-            # 0 * inf and 0 * NaN are NaN: a value that one row sees must not reach its neighbours.
+        k, v = _load(layer, tile.seqs, j, first, last)
+        # 0 * inf and 0 * NaN are NaN: a value must not reach the rows that do not see it. (The sum is one fast
+        # pass; it may overflow without an infinity among its terms, which costs time and no more.)
+        is_finite = bool(v.sum().isfinite())
+        if not is_finite and rows > 1:
             alone = tile.one_by_one()
             base_alone = split_start.repeat_interleave(rows, 0)
             out, lse = _attend_tile(layer, alone, lo.reshape(-1, 1), hi.reshape(-1, 1), base_alone)
             return out.view(n, rows, -1, spec.v_dim), lse.view(n, rows, -1)
+        if not is_finite:
+            v.masked_fill_(~((j >= first) & (j < last))[:, None, :, None], 0.0)
         scores = _scores(layer, tile, q, k, j)
         visible = (j[:, None] >= lo[..., None]) & (j[:, None] < hi[..., None])  # [n, rows, chunk]
         scores.masked_fill_(~visible[:, None, :, None], -torch.inf)
@@ -176,22 +180,34 @@ def _attend_tile(
     return _by_row(acc / torch.where(l == 0, 1.0, l), rows), _by_row(lse.squeeze(-1), rows)
 
 
-def _load(layer: _Layer, seqs: Tensor, j: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """K [n, num_kv_heads, chunk, head_dim] and V at local keys j [n, chunk], V zeroed where not valid.
+def _load(layer: _Layer, seqs: Tensor, j: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """K [n, num_kv_heads, chunk, head_dim] and V at local keys j [n, chunk], in float32.
 
-    Invalid keys never reach the block table: entries past a sequence's blocks may hold anything.
+    A key outside its sequence's [first, last) is replaced by the nearest one inside. So lanes whose weight will
+    be 0 hold numbers that the arguments name, and table entries past a sequence's blocks are never used.
     """
     cache = layer.cache
-    j = torch.where(valid, j, 0).long()
-    block = torch.where(valid, layer.block_table[seqs.unsqueeze(1), j // cache.block_size], 0).long()
-    where = (
-        block.unsqueeze(1),
-        torch.arange(cache.num_kv_heads).unsqueeze(1),
-        (j % cache.block_size).unsqueeze(1),
-    )
-    k = cache.k_cache.transpose(1, 2)[where].float()
-    v = cache.v_cache.transpose(1, 2)[where].float()
-    return k, v.masked_fill_(~valid[:, None, :, None], 0.0)
+    j = j.maximum(first).minimum(last - 1).clamp(min=0).long()
+    block = layer.block_table[seqs.unsqueeze(1), j // cache.block_size].long()
+    block = torch.where(first < last, block, 0)  # a sequence without keys names no block at all
+    where = (block.unsqueeze(1), (j % cache.block_size).unsqueeze(1), torch.arange(cache.num_kv_heads).unsqueeze(1))
+    return _gather(cache.k_cache, where).float(), _gather(cache.v_cache, where).float()
+
+
+def _gather(pages: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Rows pages[where] of pages [num_blocks, block_size, num_kv_heads, width].
+
+    Where rows lie at multiples of their width, as in every page that we lay out, they are rows of one matrix,
+    and `index_select` fetches them five times faster than indexing does (measured, 9 heads of 64, 2k rows).
+    """
+    width, strides = pages.shape[3], pages.stride()[:3]
+    if any(stride % width for stride in strides):
+        return pages[where]
+    reach = sum((size - 1) * stride for size, stride in zip(pages.shape, strides, strict=False))
+    matrix = pages.as_strided((reach // width + 1, width), (width, 1))
+    row = sum(index * (stride // width) for index, stride in zip(where, strides, strict=True))
+    assert isinstance(row, Tensor)
+    return matrix.index_select(0, row.reshape(-1)).view(*row.shape, width)
 
 
 def _scores(layer: _Layer, tile: _Tile, q: Tensor, k: Tensor, j: Tensor) -> Tensor:
