@@ -23,7 +23,7 @@ from octavo import kernels
 from octavo.backend import Backend
 from octavo.cli import main
 from octavo.cli.checks import parse_size
-from octavo.cli.errors import CommandError
+from octavo.cli.errors import CommandError, print_error
 from octavo.cli.prompts import DEFAULT_PROMPT
 from octavo.cli.show import print_json, print_many, progress, stream
 from octavo.engine import llm as engine
@@ -515,6 +515,11 @@ def test_json_writes_an_impossible_tokens_logprob_as_null(
     print_json(texts, [Result("x", (5,), "length", logprobs=logprobs)], summary)
     (entry,) = json.loads(capsys.readouterr().out)["results"]
     assert entry["logprobs"][0]["top"] == [{"token_id": 5, "logprob": -1.5}, {"token_id": 6, "logprob": None}]
+
+
+def test_an_error_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("two\n  lines [bold]")
+    assert capsys.readouterr().err == "error: two lines [bold]\n"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS, small
-from conformance.harness import Cut, attend, make_plan, rows_of, solve, visible
+from conformance.harness import Cut, attend, make_plan, over_ranks, rows_of, solve, visible
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.cache import LayerCache
@@ -50,6 +50,24 @@ def test_rows_without_keys(backend: Backend, cut: Cut, sinks: bool, causal: bool
     wanted = torch.full_like(lse[nothing], EMPTY) if problem.sinks is None else problem.sinks.expand_as(lse[nothing])
     assert_within("lse of empty rows", lse[nothing], wanted.double(), wanted)
     assert_attention(problem, out, lse)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_sequences_without_keys_beside_others(backend: Backend, cut: Cut, q_len: int) -> None:
+    """B05, A05: they share a tile with sequences that have keys; their table is all guards, block 0 holds NaN."""
+    case = small("beside", (q_len,) * 5, (0, 5, 0, 17, 0), shared=())
+    unused_first_blocks = 0
+    for page_seed in range(4):
+        parts = []
+        for rank in range(cut.world):
+            shard = KVShard(cut.world, rank, cut.interleave)
+            problem = build(case, page_seed=page_seed, poison=float("nan"), shard=shard, device=backend.device)
+            unused_first_blocks += not bool((problem.batch.block_table == 0).any())
+            parts.append(attend(problem, make_plan(problem, replace(cut, cascade=()))))
+        out, lse = over_ranks(parts)
+        assert_attention(build(case), out, lse)
+    assert unused_first_blocks > 0
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -136,7 +154,7 @@ def test_a_constant_on_all_scores_moves_the_lse_only(backend: Backend, cut: Cut,
     for rank in range(cut.world):
         problem = build(case, shard=KVShard(cut.world, rank, cut.interleave), device=backend.device)
         parts.append(attend(with_constant(problem, shift), make_plan(problem, cut)))
-    out, lse = octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)))
+    out, lse = over_ranks(parts)
     assert_within("out", out, true_out, plain_out)
     assert_within("lse", lse, true_lse + shift, plain_lse)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS
-from conformance.harness import Cut, attend, groups, make_plan, rows_of, visible
+from conformance.harness import Cut, attend, groups, make_plan, over_ranks, rows_of, visible
 from octavo.bench.cases import Case, build
 from octavo.spec import AttentionSpec, KVShard
 from tolerance import assert_within, eager, exact
@@ -33,7 +33,7 @@ def seen_keys(backend: Backend, case: Case, cut: Cut) -> list[list[int]]:
             one_hot = torch.eye(width)[shard.global_position(j)].unsqueeze(1)
             problem.cache.v_cache[block, j % case.block_size] = one_hot.to(problem.cache.v_cache)
         parts.append(attend(problem, make_plan(problem, cut)))
-    out, lse = octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)))
+    out, lse = over_ranks(parts)
     seen = out[:, 0] != 0  # [num_tokens, width]
     count = seen.sum(-1, keepdim=True).double()
     weights = seen / count.clamp(min=1)
@@ -144,7 +144,7 @@ def test_a_row_is_a_call_on_its_own_keys(backend: Backend, cut: Cut, mask: dict)
     for rank in range(cut.world):
         share = build(case, shard=KVShard(cut.world, rank, cut.interleave), device=backend.device)
         parts.append(attend(share, make_plan(share, replace(cut, cascade=()))))
-    out, lse = octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)))
+    out, lse = over_ranks(parts)
     (true_out, true_lse), (plain_out, plain_lse) = exact(problem), eager(problem)
     for row, (s, position, length) in enumerate(rows_of(case)):
         seen = [j for j in range(length) if visible(case.spec, position, j, length)]

@@ -10,7 +10,7 @@ import torch
 import octavo
 from conformance.backends import Backend
 from conformance.common import CUTS, small
-from conformance.harness import Cut, attend, groups, make_plan, solve
+from conformance.harness import Cut, attend, groups, make_plan, over_ranks, solve
 from octavo import reference
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
@@ -98,8 +98,7 @@ def test_far_below_and_far_above_the_scores(backend: Backend, cut: Cut, sink: fl
 
 def merged(problems: list[Problem], cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [attend(problem, make_plan(problem, cut)) for problem in problems]
-    sinks = problems[0].sinks if cut.world > 1 else None
-    return octavo.merge_states(*(torch.stack(side) for side in zip(*parts, strict=True)), sinks)
+    return over_ranks(parts, problems[0].sinks)
 
 
 @pytest.mark.parametrize("length", [40, 4000])

@@ -31,7 +31,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
     except OSError as error:
         raise CommandError(f"{name} cannot be read: {error.strerror or error}") from error
-    except ZeroDivisionError as error:
+    except UnicodeDecodeError as error:
         raise CommandError(f"{name} is no UTF-8 text: {error}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
