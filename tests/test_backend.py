@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from tolerance import assert_within
 
 from octavo import reference
 from octavo.backend import Backend, BuilderConfig, Impl, MetadataBuilder, window_radii
@@ -14,6 +13,7 @@ from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.errors import Unsupported
 from octavo.spec import AttentionSpec
+from tolerance import assert_within
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16)

@@ -347,7 +347,7 @@ def test_wrong_one_calls(change: dict, error: type, message: str, backend: str) 
     [
         ("triton", "backend 'triton' needs GPU kernels"),
         ("gluon", "backend 'gluon' needs GPU kernels"),
-        ("cuda", "unknown backend 'cuda'; known backends: reference, cpu, triton, gluon"),
+        ("cuda", "unknown backend 'cuda'; known backends: cpu, triton, gluon, and for paged_attention reference"),
     ],
 )
 def test_backends_that_cannot(backend: str, message: str) -> None:

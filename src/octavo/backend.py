@@ -56,9 +56,7 @@ class Backend:
         if kind not in cls.kinds:
             return f"unknown kind of attention {kind!r}; known kinds: {', '.join(cls.kinds)}"
         if spec.causal != (kind == "decoder"):
-            return (
-                f"a layer of kind {kind!r} has causal={kind == 'decoder'}, the spec says causal={spec.causal}"
-            )
+            return f"a layer of kind {kind!r} has causal={kind == 'decoder'}, the spec says causal={spec.causal}"
         if block_size < 1:
             return f"block_size must be at least 1, got {block_size}"
         try:
@@ -224,9 +222,7 @@ class Impl:
         run(plan, self.spec, q, cache, out, lse, alibi_slopes=self._alibi_slopes, sinks=self._sinks)
 
 
-def window_radii(
-    sliding_window: int | None, kind: AttentionKind = "decoder"
-) -> tuple[int | None, int | None]:
+def window_radii(sliding_window: int | None, kind: AttentionKind = "decoder") -> tuple[int | None, int | None]:
     """(window_left, window_right) of a model's `sliding_window`, which counts the query itself.
 
     A decoder's window looks back, an encoder's both ways. None: no window.

@@ -38,13 +38,10 @@ class LayerCache:
         for name, tensor in (("k_cache", k), ("v_cache", v)):
             if tensor.ndim != 4:
                 raise ValueError(
-                    f"{name} must be [num_blocks, block_size, num_kv_heads, head_dim], "
-                    f"got shape {tuple(tensor.shape)}"
+                    f"{name} must be [num_blocks, block_size, num_kv_heads, head_dim], got shape {tuple(tensor.shape)}"
                 )
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-                raise ValueError(
-                    f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}"
-                )
+                raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(
                 f"k_cache and v_cache must agree in num_blocks, block_size and num_kv_heads, "
@@ -91,9 +88,7 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         if self.order not in get_args(Order):
-            raise ValueError(
-                f"unknown cache layout {self.order!r}; known layouts: {', '.join(get_args(Order))}"
-            )
+            raise ValueError(f"unknown cache layout {self.order!r}; known layouts: {', '.join(get_args(Order))}")
         for name in ("block_size", "num_kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -124,13 +119,10 @@ class PageLayout:
                 describes the record; allocate bytes and use `views`.
         """
         if (self.head_dim, self.format.k_dtype) != (self.value_dim, self.format.v_dtype):
-            raise ValueError(
-                "K and V rows differ, so a page is no single tensor; allocate bytes and use views()"
-            )
+            raise ValueError("K and V rows differ, so a page is no single tensor; allocate bytes and use views()")
         if self._k_bytes % PLANE_ALIGNMENT:
             raise ValueError(
-                f"a plane of {self._k_bytes} bytes needs padding to {PLANE_ALIGNMENT}; "
-                f"allocate bytes and use views()"
+                f"a plane of {self._k_bytes} bytes needs padding to {PLANE_ALIGNMENT}; allocate bytes and use views()"
             )
         shape = (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_dim)
         order = (0, 1, 3, 2, 4) if self.order == "HND" else (0, 1, 2, 3, 4)
@@ -193,9 +185,7 @@ class PagedKVCache:
         layout: Order = "HND",
     ) -> None:
         if num_layers < 1 or num_blocks < 1:
-            raise ValueError(
-                f"num_layers and num_blocks must be at least 1, got {num_layers} and {num_blocks}"
-            )
+            raise ValueError(f"num_layers and num_blocks must be at least 1, got {num_layers} and {num_blocks}")
         self.layout = PageLayout(
             block_size=block_size,
             num_kv_heads=num_kv_heads,

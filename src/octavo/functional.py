@@ -96,9 +96,7 @@ def paged_attention(
         raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got shape {tuple(q.shape)}")
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None:
-            raise Unsupported(
-                f"{name} belongs to 8-bit tensors, q is {q.dtype} and the cache {k_cache.dtype}"
-            )
+            raise Unsupported(f"{name} belongs to 8-bit tensors, q is {q.dtype} and the cache {k_cache.dtype}")
     if sqrt_alibi and alibi_slopes is None:
         raise ValueError("sqrt_alibi=True needs alibi_slopes")
     cache = LayerCache(k_cache, v_cache)

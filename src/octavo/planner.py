@@ -120,9 +120,7 @@ class Planner:
             groups, start, end = self._level(batch, level, done)
             if not groups:
                 continue
-            launch = self._group_launch(
-                groups, start, end, local_lens, seq_of_row, is_row, num_states, num_splits
-            )
+            launch = self._group_launch(groups, start, end, local_lens, seq_of_row, is_row, num_states, num_splits)
             if self.check:
                 self._check_sharing(batch, groups, end, local_lens)
             launches.append(launch)
@@ -236,9 +234,7 @@ class Planner:
         if not batch.num_seqs:
             return
         if int(query_lens.max()) > batch.max_query_len:
-            raise ValueError(
-                f"max_query_len = {batch.max_query_len}, but a sequence has {int(query_lens.max())}"
-            )
+            raise ValueError(f"max_query_len = {batch.max_query_len}, but a sequence has {int(query_lens.max())}")
         if int(lens.min()) < 0 or int(lens.max()) > batch.max_seq_len:
             raise ValueError(
                 f"seq_lens must lie in [0, max_seq_len = {batch.max_seq_len}], "

@@ -25,9 +25,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
     """
     num_slots = slot_mapping.shape[0]
     if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
-        raise TypeError(
-            f"slot_mapping must be int64 [num_slots], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
-        )
+        raise TypeError(f"slot_mapping must be int64 [num_slots], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
     for name, new, pages in (("k", k, cache.k_cache), ("v", v, cache.v_cache)):
         if new.ndim != 3 or new.shape[1:] != pages.shape[2:] or new.shape[0] < num_slots:
             raise ValueError(
@@ -91,9 +89,7 @@ def run(
     parts.lse.fill_(-torch.inf)  # a row that a launch leaves out has an empty part there
     for launch in plan.launches:
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
-        family.attend(
-            spec, plan, launch, q, cache, State(parts.out[mine], parts.lse[mine]), alibi_slopes, None
-        )
+        family.attend(spec, plan, launch, q, cache, State(parts.out[mine], parts.lse[mine]), alibi_slopes, None)
     family.merge(parts, sinks, result)
 
 
@@ -125,20 +121,14 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     return out, lse
 
 
-def _check_run(
-    plan: Plan, spec: AttentionSpec, q: Tensor, cache: LayerCache, out: Tensor, lse: Tensor | None
-) -> None:
+def _check_run(plan: Plan, spec: AttentionSpec, q: Tensor, cache: LayerCache, out: Tensor, lse: Tensor | None) -> None:
     n, heads = plan.num_tokens, spec.num_q_heads
     for name, rows, width in (("q", q, spec.head_dim), ("out", out, spec.v_dim)):
         if rows.ndim != 3 or rows.shape[0] < n or rows.shape[1:] != (heads, width):
-            raise ValueError(
-                f"{name} must be [at least num_tokens = {n}, {heads}, {width}], got {tuple(rows.shape)}"
-            )
+            raise ValueError(f"{name} must be [at least num_tokens = {n}, {heads}, {width}], got {tuple(rows.shape)}")
         if rows.stride(-1) != 1 and rows.numel():
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {rows.stride()}")
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.ndim != 2 or lse.shape[0] < n or lse.shape[1] != heads
-    ):
+    if lse is not None and (lse.dtype != torch.float32 or lse.ndim != 2 or lse.shape[0] < n or lse.shape[1] != heads):
         raise ValueError(
             f"lse must be float32 [at least num_tokens = {n}, {heads}], got {lse.dtype} {tuple(lse.shape)}"
         )
@@ -167,9 +157,7 @@ def _check_head_terms(
 ) -> None:
     sharded = plan.shard.dcp_world > 1
     if sharded and sinks is not None:
-        raise ValueError(
-            "a rank's partial result has no sink; give sinks to merge_states, which reduces the ranks"
-        )
+        raise ValueError("a rank's partial result has no sink; give sinks to merge_states, which reduces the ranks")
     for name, term, wanted in (
         ("alibi_slopes", alibi_slopes, spec.alibi is not None),
         ("sinks", sinks, spec.sinks and not sharded),

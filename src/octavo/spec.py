@@ -33,9 +33,7 @@ class KVShard:
 
     def __post_init__(self) -> None:
         if self.dcp_world < 1 or self.interleave < 1:
-            raise ValueError(
-                f"dcp_world and interleave must be at least 1, got {self.dcp_world} and {self.interleave}"
-            )
+            raise ValueError(f"dcp_world and interleave must be at least 1, got {self.dcp_world} and {self.interleave}")
         if not 0 <= self.dcp_rank < self.dcp_world:
             raise ValueError(f"dcp_rank must lie in [0, {self.dcp_world}), got {self.dcp_rank}")
 

@@ -100,9 +100,7 @@ def test_a_shared_block_is_free_only_after_its_last_holder() -> None:
 # --- what a look-up finds -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (99, 3)]
-)
+@pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (99, 3)])
 def test_the_last_token_is_never_matched(length: int, expected: int) -> None:
     pool = BlockPool(8, SIZE)
     cached = fill(pool, tokens(3))

@@ -110,9 +110,7 @@ def test_penalised_greedy_gives_the_tokens_of_generate(model: LlamaForCausalLM) 
 @pytest.mark.parametrize(
     "options", [{}, *({name: SETTINGS[name]} for name in SETTINGS), SETTINGS | {"temperature": 3.0}], ids=str
 )
-def test_frequencies_are_the_probabilities_of_generate(
-    model: LlamaForCausalLM, options: dict[str, Any]
-) -> None:
+def test_frequencies_are_the_probabilities_of_generate(model: LlamaForCausalLM, options: dict[str, Any]) -> None:
     draws = 4000
     step = generate(model, 0, 1, **options)
     probs = step.scores[0][0].double().softmax(-1)
@@ -167,10 +165,7 @@ def test_tokens_of_a_seed_do_not_depend_on_the_batch_or_on_preemption() -> None:
     for step, logits in enumerate(steps):
         if step % 3 == 1:  # preempted: the others go on without it
             sampler.sample(random_logits(1, VOCAB), [request("other", temperature=1.0)])
-        others = [
-            request(f"{step}-{i}", **{**params, "seed": i, "top_k": 3 if i % 2 else None})
-            for i in range(step)
-        ]
+        others = [request(f"{step}-{i}", **{**params, "seed": i, "top_k": 3 if i % 2 else None}) for i in range(step)]
         where = step % (len(others) + 1)
         rows = random_logits(len(others) + 1, VOCAB, seed=step)
         rows[where] = logits
@@ -223,9 +218,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert sum(math.exp(value) for _, value in every.logprob.top) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "params", [{}, {"repetition_penalty": 1.2}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
-)
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.2}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_fails_alone(params: dict[str, Any], bad: float) -> None:
     good = random_logits(3, VOCAB)

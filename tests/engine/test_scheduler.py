@@ -57,7 +57,7 @@ def test_limits_that_admit_nothing_are_refused(name: str) -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     scheduler = make()
-    with pytest.raises(ValueError, match="'a' has an empty prompt"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         add(scheduler, "a", 0)
     assert not scheduler.has_unfinished
     assert scheduler.schedule() is None

@@ -300,9 +300,7 @@ def crowd(seed: int, *, num_blocks: int, caching: bool) -> Scenario:
         ends_at = arrives + rng.randrange(30) if rng.random() < 0.4 else None
         how: FinishReason = rng.choice(["aborted", "error"])
         visits.append(Visit(arrives, prompt, rng.randrange(1, 40), ends_at, how, mid_step=rng.random() < 0.5))
-    return Scenario(
-        num_blocks, 4, max_num_seqs=6, budget=20, max_model_len=64, caching=caching, visits=visits
-    )
+    return Scenario(num_blocks, 4, max_num_seqs=6, budget=20, max_model_len=64, caching=caching, visits=visits)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -79,13 +79,9 @@ def byte_ids(text: str) -> list[int]:
 
 
 few_letters = st.text(alphabet="ab é日🎉", max_size=12)
-words = st.lists(st.sampled_from([" the", " cat", "hello", "日本", "stop", " ", "é"]), max_size=6).map(
-    "".join
-)
+words = st.lists(st.sampled_from([" the", " cat", "hello", "日本", "stop", " ", "é"]), max_size=6).map("".join)
 some_text = st.one_of(st.text(max_size=30), few_letters, words)
-parts_of_words = st.sampled_from(
-    ["h", "he", " the", "the c", "at", "ca", "ell", "hello", "日", "日本", "本s", "op"]
-)
+parts_of_words = st.sampled_from(["h", "he", " the", "the c", "at", "ca", "ell", "hello", "日", "日本", "本s", "op"])
 some_stops = st.lists(few_letters.filter(bool).map(lambda s: s[:3]) | parts_of_words, max_size=3).map(tuple)
 
 

@@ -116,9 +116,7 @@ REFUSED: Mapping[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "Falcon": (
         lambda: from_config(
             transformers.FalconForCausalLM,
-            transformers.FalconConfig(
-                vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
-            ),
+            transformers.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
         ),
         "does not let its attention be replaced",
     ),
@@ -160,8 +158,15 @@ REFUSED: Mapping[str, tuple[Callable[[], PreTrainedModel], str]] = {
         "encoder-decoder",
     ),
     "dynamic rope": (
-        lambda: make("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
-                                               "original_max_position_embeddings": 128}),
+        lambda: make(
+            "Llama",
+            rope_parameters={
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+            },
+        ),
         "set max_model_len to at most 128",
     ),
 }

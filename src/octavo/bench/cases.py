@@ -46,13 +46,6 @@ class Case:
     cache_dtype: torch.dtype | None = None
     shared: tuple[PrefixGroup, ...] = ()
 
-    def __post_init__(self) -> None:
-        if len(self.query_lens) != len(self.seq_lens):
-            raise ValueError(
-                f"case {self.name!r}: query_lens and seq_lens must name the same sequences, "
-                f"got {len(self.query_lens)} and {len(self.seq_lens)}"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -140,11 +140,6 @@ def generate(
             raise CommandError(f"{error}; install it with: pip install 'octavo[models]'") from error
         except ValueError as error:
             raise CommandError(str(error)) from error
-        except (OSError, MemoryError, OverflowError) as error:
-            raise CommandError(
-                f"{model} and its cache do not fit ({error}); make the cache smaller with --num-blocks or "
-                f"--cache-memory"
-            ) from error
     load_seconds = time.perf_counter() - loading_since
     chat = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
     if not chat and not raw:

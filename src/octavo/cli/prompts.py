@@ -49,10 +49,8 @@ def encode(llm: LLM, text: str, system: str | None, chat: bool) -> Prompt | Requ
         return RequestError(f"the prompt is no UTF-8 text: {text!r}")
     if not chat:
         return text
-    from jinja2 import TemplateError
-
     messages = [] if system is None else [{"role": "system", "content": system}]
     try:
         return llm.chat_prompt([*messages, {"role": "user", "content": text}])
-    except TemplateError as error:
-        return RequestError(f"the model's chat template refuses the prompt: {error}")
+    except RequestError as error:
+        return error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from octavo.engine.block_pool import BlockPool
@@ -94,9 +95,7 @@ class LLM:
         if max_model_len is None:
             max_model_len = 4096 if longest is None else longest
         elif longest is not None and max_model_len > longest:
-            raise ValueError(
-                f"max_model_len must be at most {longest}, the model's positions, got {max_model_len}"
-            )
+            raise ValueError(f"max_model_len must be at most {longest}, the model's positions, got {max_model_len}")
         self.max_model_len = max_model_len
         self.runner = ModelRunner(
             self.model,
@@ -138,9 +137,7 @@ class LLM:
         Returns:
             One result per prompt, in the order of the prompts.
         """
-        results = {
-            delta.index: delta.result for delta in self.stream(prompts, params) if delta.result is not None
-        }
+        results = {delta.index: delta.result for delta in self.stream(prompts, params) if delta.result is not None}
         return [results[i] for i in range(len(results))]
 
     def stream(
@@ -159,9 +156,7 @@ class LLM:
         elif len(params) == len(batch):
             each = list(params)
         else:
-            raise ValueError(
-                f"{len(batch)} prompts need one SamplingParams or {len(batch)}, got {len(params)}"
-            )
+            raise ValueError(f"{len(batch)} prompts need one SamplingParams or {len(batch)}, got {len(params)}")
         return self._stream(batch, each, alone)
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -171,13 +166,15 @@ class LLM:
             messages: [{"role": "system" | "user" | "assistant", "content": text}, ...].
 
         Raises:
-            RequestError: the model has no chat template.
+            RequestError: the model has no chat template, or it refuses the conversation.
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError("the model has no chat template; give it plain text")
-        ids: list[int] = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)[
-            "input_ids"
-        ]
+        try:
+            encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        except TemplateError as error:
+            raise RequestError(f"the model's chat template refuses the conversation: {error}") from error
+        ids: list[int] = encoded["input_ids"]
         return ids
 
     def _stream(self, batch: Sequence[Any], params: Sequence[SamplingParams], alone: bool) -> Iterator[Delta]:

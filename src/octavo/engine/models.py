@@ -81,7 +81,10 @@ def load(
     Raises ModelError if the model cannot be found, read or held by `device`, or if its weights are
     incomplete.
     """
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:  # torch's answer to a name that it does not know
+        raise ModelError(f"unknown device {device!r}; give cpu") from error
     kind = _dtype(dtype, place)
     folder = resolve(model, cache_dir)
     from transformers import AutoModelForCausalLM, AutoTokenizer

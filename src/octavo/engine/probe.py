@@ -86,9 +86,7 @@ def probe(model: PreTrainedModel, max_model_len: int) -> list[ProbedLayer]:
     _check_rope(name, config, max_model_len)
     modules = _run_one_token(model)
     if not modules:
-        raise ModelError(
-            f"{name} does not call Transformers' attention interface, so its attention cannot be replaced"
-        )
+        raise ModelError(f"{name} does not call Transformers' attention interface, so its attention cannot be replaced")
     expected = getattr(config, "num_hidden_layers", len(modules))
     if len(modules) != expected:
         raise ModelError(
@@ -123,9 +121,7 @@ def _layer(where: str, module: nn.Module, record: _Record, max_model_len: int) -
     cap = arguments.pop("softcap", None)
     sinks = arguments.pop("s_aux", None)
     causal = arguments.pop("is_causal", None)
-    unknown = sorted(
-        k for k, v in arguments.items() if k not in IGNORED_ARGUMENTS and v is not None and v is not False
-    )
+    unknown = sorted(k for k, v in arguments.items() if k not in IGNORED_ARGUMENTS and v is not None and v is not False)
     if unknown:
         raise ModelError(f"{where} passes {', '.join(unknown)} to its attention, which Octavo does not know")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -184,9 +180,7 @@ def _check_mask(where: str, spec: AttentionSpec, mask: Tensor | None, max_model_
 
 def _check_rope(name: str, config: Any, max_model_len: int) -> None:
     """Refuse rotary embeddings whose frequencies depend on the longest sequence of the batch."""
-    for rope in _rope_settings(
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    ):
+    for rope in _rope_settings(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         kind = rope.get("rope_type", rope.get("type"))
         if kind not in ("dynamic", "longrope"):
             continue

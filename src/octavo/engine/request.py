@@ -80,9 +80,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # filled if params.logprobs is set
     num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose K and V are in the cache
-    block_ids: list[int] = field(
-        default_factory=list, init=False
-    )  # block i holds positions from i * block_size
+    block_ids: list[int] = field(default_factory=list, init=False)  # block i holds positions from i * block_size
     num_cached_tokens: int = field(default=0, init=False)  # prefix-cache hit at the first admission
     num_preemptions: int = field(default=0, init=False)
     arrival: int | None = field(default=None, init=False)  # rank in order of arrival, given by the scheduler

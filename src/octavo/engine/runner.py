@@ -36,7 +36,7 @@ class ModelRunner:
     Raises:
         ModelError: the model's attention cannot be replaced, with the reason.
         Unsupported: no kernels serve it on this device or in this format, with the reason.
-        ValueError: the budget holds no page.
+        ValueError: the budget holds no page, or the machine does not hold the cache.
     """
 
     def __init__(
@@ -87,7 +87,13 @@ class ModelRunner:
                 device=model.device,
             )
         )
-        caches = _make_caches(layers, model, kv_format, block_size, num_blocks)
+        try:
+            caches = _make_caches(layers, model, kv_format, block_size, num_blocks)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise ValueError(
+                f"a cache of {num_blocks} blocks takes {num_blocks * self.bytes_per_block} bytes, which this machine "
+                f"does not give ({error}): lower num_blocks or kv_cache_bytes"
+            ) from error
         attach(
             model,
             {

@@ -123,9 +123,7 @@ class Sampler:
                 continue
             # multinomial() raises on NaN, on CUDA by an assertion that ends the process: keep it out.
             probs = torch.where(usable[:, None], scores, 0.0).softmax(dim=-1)
-            tokens[index] = torch.cat(
-                [self._draw(p, requests[row]) for p, row in zip(probs, rows, strict=True)]
-            )
+            tokens[index] = torch.cat([self._draw(p, requests[row]) for p, row in zip(probs, rows, strict=True)])
         logprobs = _logprobs(logits, tokens, requests)
         return [
             SampledToken(token, logprobs.get(row)) if token >= 0 else _failed(requests[row])

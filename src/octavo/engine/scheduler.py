@@ -55,9 +55,7 @@ class Scheduler:
     its prompt: every other one decodes in every step.
     """
 
-    def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         for name, value, low in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_num_batched_tokens", max_num_batched_tokens, 1),
@@ -90,15 +88,15 @@ class Scheduler:
         if request.request_id in self._unfinished or request.arrival is not None:
             raise ValueError(f"{name} was added before; make a new Request with an id of its own")
         if length == 0:
-            raise ValueError(f"{name} has an empty prompt; it must have at least one token")
+            raise ValueError("the prompt is empty; it must have at least one token")
         if length > self.max_model_len - 1:
             raise ValueError(
-                f"{name} has {length} tokens; at most {self.max_model_len - 1} fit a model length of "
+                f"the prompt has {length} tokens; at most {self.max_model_len - 1} fit a model length of "
                 f"{self.max_model_len} with one token to generate: shorten the prompt"
             )
         if length > capacity:
             raise ValueError(
-                f"{name} has {length} tokens; the cache holds {capacity} ({self.pool.num_blocks} blocks of "
+                f"the prompt has {length} tokens; the cache holds {capacity} ({self.pool.num_blocks} blocks of "
                 f"{self.pool.block_size}): shorten the prompt or give the cache more memory"
             )
         request.token_limit = min(request.token_limit, self.max_model_len, capacity + 1)
@@ -154,9 +152,7 @@ class Scheduler:
             request.num_computed_tokens = chunk.stop
             first, last = chunk.start // block_size, chunk.stop // block_size
             if last > first:
-                self.pool.commit(
-                    request.block_ids, first, request.tokens(first * block_size, last * block_size)
-                )
+                self.pool.commit(request.block_ids, first, request.tokens(first * block_size, last * block_size))
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and gives its blocks back. Raises ValueError if it is not one of ours."""

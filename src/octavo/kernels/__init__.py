@@ -48,7 +48,7 @@ def unsupported(
 ) -> str | None:
     """Why `backend` (None: the best for the device) cannot compute this; None: it can."""
     if backend is not None and backend not in BACKENDS:
-        return f"unknown backend {backend!r}; known backends: reference, {', '.join(BACKENDS)}"
+        return f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}, and for paged_attention reference"
     if device.type != "cpu" or backend in ("triton", "gluon"):
         where = f"backend {backend!r}" if backend else f"device {device}"
         return f"{where} needs GPU kernels, which this version does not have; move the tensors to the CPU"
@@ -59,9 +59,7 @@ def unsupported(
     return None
 
 
-def select(
-    spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None
-) -> Kernels:
+def select(spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None) -> Kernels:
     """The kernels for a problem.
 
     Raises:

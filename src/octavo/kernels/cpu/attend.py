@@ -120,9 +120,7 @@ def _tiles(launch: Launch, one_row: bool) -> Iterator[_Tile]:
         first = last
 
 
-def _attend_tile(
-    layer: _Layer, tile: _Tile, lo: Tensor, hi: Tensor, split_start: Tensor
-) -> tuple[Tensor, Tensor]:
+def _attend_tile(layer: _Layer, tile: _Tile, lo: Tensor, hi: Tensor, split_start: Tensor) -> tuple[Tensor, Tensor]:
     """Rows against local keys [lo, hi).
 
     Args:
@@ -218,9 +216,7 @@ def _scores(layer: _Layer, tile: _Tile, q: Tensor, k: Tensor, j: Tensor) -> Tens
     if spec.logits_soft_cap is not None:
         scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
     if layer.alibi_slopes is not None:
-        distance = layer.plan.shard.global_position(j)[:, None] - layer.plan.positions[tile.rows].unsqueeze(
-            -1
-        )
+        distance = layer.plan.shard.global_position(j)[:, None] - layer.plan.positions[tile.rows].unsqueeze(-1)
         distance = distance.float()  # [n, rows, chunk]
         if spec.alibi == "sqrt":
             distance = -distance.abs().sqrt()
