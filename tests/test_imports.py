@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "octavo"
 
-FACTS = {"errors", "spec", "formats", "cache", "batch", "launch"}
+FACTS = {"errors", "checks", "spec", "formats", "cache", "batch", "launch"}
 """What everything above the kernels may name."""
 
 BELOW_THE_BACKEND = FACTS | {"planner", "run"}
@@ -22,14 +22,15 @@ ALLOWED: dict[str, set[str]] = {
     "spec": set(),
     "distributed": set(),
     "formats": {"errors"},
-    "batch": {"spec"},
+    "checks": set(),
+    "batch": {"checks", "spec"},
     "cache": {"formats"},
-    "launch": {"spec"},
+    "launch": {"checks", "spec"},
     "reference": {"spec", "batch"},
     "calibration": FACTS,
     "kernels": {"errors", "spec", "formats", "launch"},
-    "planner": {"launch", "batch", "spec", "formats", "kernels"},
-    "run": {"launch", "kernels", "distributed", "cache", "spec"},
+    "planner": {"checks", "launch", "batch", "spec", "formats", "kernels"},
+    "run": {"checks", "errors", "launch", "kernels", "distributed", "cache", "spec"},
     "functional": BELOW_THE_BACKEND | {"kernels", "reference"},
     "backend": BELOW_THE_BACKEND | {"kernels"},
     "bench": BELOW_THE_BACKEND | {"reference"},

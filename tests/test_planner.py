@@ -143,6 +143,8 @@ def cover(bounds: list[int], first_state: int = 0, num_states: int = 4, rows: li
         block_table=torch.zeros(1, 3, dtype=torch.int32),
         slot_mapping=None,
         num_states=num_states,
+        block_size=4,
+        num_blocks=None,
         workspace=Workspace("cpu"),
     )
 

@@ -94,7 +94,7 @@ def test_the_good_call(call: Call) -> None:
         ("out", torch.zeros(5, 4, 24), ValueError, r"out must be .* got \(5, 4, 24\)"),
         ("out", torch.zeros(5, 4, 32)[..., ::2], ValueError, "out must be contiguous in its last dimension"),
         ("out", torch.zeros(5, 4, 16, dtype=torch.int64), TypeError, "out must be a float tensor"),
-        ("out", torch.zeros(5, 4, 16, device="meta"), ValueError, "out on meta"),
+        ("out", torch.zeros(5, 4, 16, device="meta"), ValueError, "out is on meta"),
         ("out", None, TypeError, "out must be a torch tensor, got NoneType"),
         ("out", torch.zeros(1, 4, 16).expand(5, -1, -1), ValueError, "out"),
         ("lse", torch.zeros(4, 4), ValueError, r"lse must be float32 \[at least num_tokens = 5, 4\]"),
@@ -141,7 +141,7 @@ def pages(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
             pages(6, 4, 2, 16, device="meta"),
             pages(6, 4, 2, 16, device="meta"),
             ValueError,
-            "the cache on meta",
+            "cache is on meta",
         ),
         # The plan was made for 6 blocks of 4 rows; another page size would read other pages.
         (pages(6, 2, 2, 16), pages(6, 2, 2, 16), ValueError, "block_size"),

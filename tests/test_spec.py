@@ -70,7 +70,7 @@ def test_derived_facts() -> None:
         ({"value_dim": 4}, r"value_dim must be .* got 4"),
         ({"window_left": -1}, r"window_left must be None \(open\) or at least 0, got -1"),
         ({"window_right": -2}, r"window_right must be None \(open\) or at least 0, got -2"),
-        ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be None \(off\) or above 0, got 0"),
+        ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be None \(off\) or above 0 and finite, got 0"),
         ({"logits_soft_cap": -3.0}, r"logits_soft_cap .* got -3"),
         ({"logits_soft_cap": math.nan}, r"logits_soft_cap .* got nan"),
         # cap * tanh(s / cap) of an infinite cap is inf * 0, NaN.

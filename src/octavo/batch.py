@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.checks import check_device, check_index
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -40,9 +42,9 @@ class AttentionBatch:
     slot_mapping: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check("query_start_loc", self.query_start_loc, 1, torch.int32)
-        _check("seq_lens", self.seq_lens, 1, torch.int32)
-        _check("block_table", self.block_table, 2, torch.int32)
+        check_index("query_start_loc", self.query_start_loc, 1, torch.int32)
+        check_index("seq_lens", self.seq_lens, 1, torch.int32)
+        check_index("block_table", self.block_table, 2, torch.int32)
         if self.query_start_loc.numel() != self.num_seqs + 1:
             raise ValueError(
                 f"query_start_loc must have num_seqs + 1 = {self.num_seqs + 1} entries (seq_lens has "
@@ -53,15 +55,16 @@ class AttentionBatch:
                 f"block_table must have one row per sequence ({self.num_seqs}), got {self.block_table.shape[0]}"
             )
         if self.slot_mapping is not None:
-            _check("slot_mapping", self.slot_mapping, 1, torch.int64)
+            check_index("slot_mapping", self.slot_mapping, 1, torch.int64)
         for name in ("num_tokens", "max_query_len", "max_seq_len"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        device = self.seq_lens.device
-        for name in ("query_start_loc", "block_table", "slot_mapping"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}, seq_lens on {device}: use one device")
+        check_device(
+            self.device,
+            query_start_loc=self.query_start_loc,
+            block_table=self.block_table,
+            slot_mapping=self.slot_mapping,
+        )
 
     @property
     def num_seqs(self) -> int:
@@ -135,12 +138,3 @@ class AttentionBatch:
             max_query_len=int(query_lens.max()) if query_lens.numel() else 0,
             max_seq_len=width,
         )
-
-
-def _check(name: str, tensor: Tensor, ndim: int, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(tensor.shape)}")

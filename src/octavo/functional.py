@@ -8,9 +8,10 @@ from torch import Tensor
 from octavo import kernels, reference
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache
+from octavo.checks import check_index, check_optional_tensors, check_tensors
 from octavo.errors import Unsupported
 from octavo.planner import Planner
-from octavo.run import run
+from octavo.run import check_run, run
 from octavo.spec import AttentionSpec
 
 
@@ -84,14 +85,9 @@ def paged_attention(
         >>> out.shape, lse.shape
         (torch.Size([5, 8, 64]), torch.Size([5, 8]))
     """
-    for name, tensor in (
-        ("q", q),
-        ("k_cache", k_cache),
-        ("v_cache", v_cache),
-        ("query_start_loc", query_start_loc),
-    ):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, query_start_loc=query_start_loc)
+    check_optional_tensors(alibi_slopes=alibi_slopes, sinks=sinks)
+    check_index("block_table", block_table, 2, torch.int32)
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got shape {tuple(q.shape)}")
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
@@ -134,14 +130,15 @@ def paged_attention(
     if backend != "reference":
         kernels.select(spec, q.device, q.dtype, backend)
     plan = planner.plan(batch, num_splits=num_splits, common_prefix_len=common_prefix_len)
-    terms = {
-        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.float(),
-        "sinks": None if sinks is None else sinks.float(),
-    }
-    if backend == "reference":
-        exact_out, exact_lse = reference.attention(spec, batch, q, k_cache, v_cache, **terms)
-        return exact_out.to(q.dtype), exact_lse.float()
-    out = q.new_zeros(q.shape[0], spec.num_q_heads, spec.v_dim)
-    lse = q.new_full((q.shape[0], spec.num_q_heads), -torch.inf, dtype=torch.float32)
-    run(plan, spec, q, cache, out, lse, **terms)
+    slopes = None if alibi_slopes is None else alibi_slopes.float()
+    sink_logits = None if sinks is None else sinks.float()
+    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.v_dim, dtype=q.dtype, device=q.device)
+    lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    if backend != "reference":
+        run(plan, spec, q, cache, out, lse, alibi_slopes=slopes, sinks=sink_logits)
+        return out, lse
+    check_run(plan, spec, q, cache, out, lse, slopes, sink_logits)
+    exact = reference.attention(spec, batch, q, k_cache, v_cache, alibi_slopes=slopes, sinks=sink_logits)
+    for result, value in zip((out, lse), exact, strict=True):
+        result[: batch.num_tokens] = value
     return out, lse

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.checks import check_block_table, check_device, check_index
 from octavo.spec import KVShard
 
 
@@ -102,15 +103,18 @@ class Plan:
     exactly once, and no two of them share a state.
 
     Args:
-        launches: what to run; may be empty.
+        launches: what to run; may be empty. The last one holds the batch's sequences, one by one.
         positions: [num_tokens] int32, global position of each query row.
         seq_lens: [num_tokens] int32, keys of each row's sequence; 0 for padding rows.
         block_table: [num_seqs, max_blocks] int32.
         slot_mapping: [num_slots] int64 or None, for `append`.
         num_states: partial results per row; 1: the launch writes the final result.
+        block_size: rows of a page.
+        num_blocks: blocks of the cache that the tables were made for; None: not known.
         workspace: where partial results live when num_states > 1.
         shard: which keys this rank holds.
         batch_invariant: a row's bits may depend on its own keys only.
+        check: tables are compared with the cache (reads tensors, so on a GPU it waits).
     """
 
     launches: tuple[Launch, ...]
@@ -119,9 +123,12 @@ class Plan:
     block_table: Tensor
     slot_mapping: Tensor | None
     num_states: int
+    block_size: int
+    num_blocks: int | None
     workspace: Workspace
     shard: KVShard = KVShard()
     batch_invariant: bool = False
+    check: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -133,11 +140,20 @@ class Plan:
         Args:
             block_table: [num_seqs, max_blocks] int32 of that group, as wide as the lengths need.
             slot_mapping: [num_slots] int64 of that group, or None.
+
+        Raises:
+            TypeError, ValueError: the table is of another batch, or (when checking) does not fit the cache.
         """
+        check_index("block_table", block_table, 2, torch.int32)
+        if slot_mapping is not None:
+            check_index("slot_mapping", slot_mapping, 1, torch.int64)
+        check_device(self.block_table.device, block_table=block_table, slot_mapping=slot_mapping)
         if block_table.shape[0] != self.block_table.shape[0]:
             raise ValueError(
                 f"block_table must have {self.block_table.shape[0]} rows as the plan's, got {block_table.shape[0]}"
             )
+        if self.check and self.launches:
+            check_block_table(block_table, self.launches[-1].kv_splits[:, -1], self.block_size, self.num_blocks)
         return dataclasses.replace(self, block_table=block_table, slot_mapping=slot_mapping)
 
     def pieces(self) -> Iterator[Piece]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.batch import AttentionBatch
+from octavo.checks import check_block_table
 from octavo.launch import Launch, Plan, Workspace
 from octavo.spec import KVShard
 
@@ -46,6 +47,9 @@ class Planner:
             number of keys, and prefixes are shared in whole splits.
         check: compare lengths, tables and slots with their bounds at every plan. None: yes on CPU, where it
             costs next to nothing; on a GPU it waits for the device, so it is a debug mode.
+
+    Raises:
+        ValueError: a size below 1.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class Planner:
         batch_invariant: bool = False,
         check: bool | None = None,
     ) -> None:
+        for name, size in (("num_q_heads", num_q_heads), ("value_dim", value_dim), ("block_size", block_size)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         self.num_q_heads = num_q_heads
         self.value_dim = value_dim
         self.block_size = block_size
@@ -140,9 +147,12 @@ class Planner:
             block_table=batch.block_table,
             slot_mapping=batch.slot_mapping,
             num_states=num_states,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
             workspace=self._workspace,
             shard=self.shard,
             batch_invariant=self.batch_invariant,
+            check=self.check,
         )
 
     def _level(
@@ -155,6 +165,8 @@ class Planner:
             unknown = [s for s in group.seqs if not 0 <= s < batch.num_seqs]
             if not group.seqs or unknown:
                 raise ValueError(f"a prefix group needs sequences in [0, {batch.num_seqs}), got {group.seqs}")
+            if group.length < 0:
+                raise ValueError(f"the length of a shared prefix must be at least 0, got {group.length}")
             if taken.intersection(group.seqs):
                 raise ValueError(f"groups of a level must be disjoint, {group.seqs} meets another group")
             taken.update(group.seqs)
@@ -240,23 +252,9 @@ class Planner:
                 f"seq_lens must lie in [0, max_seq_len = {batch.max_seq_len}], "
                 f"got {int(lens.min())} to {int(lens.max())}"
             )
-        used = -(-local_lens // self.block_size)
-        width = batch.block_table.shape[1]
-        if int(used.max()) > width:
-            raise ValueError(
-                f"block_table has {width} columns, {int(local_lens.max())} keys in blocks of "
-                f"{self.block_size} need {int(used.max())}"
-            )
+        check_block_table(batch.block_table, local_lens, self.block_size, self.num_blocks)
         if self.num_blocks is None:
             return
-        in_use = torch.arange(width, device=batch.device) < used[:, None]
-        outside = in_use & ((batch.block_table < 0) | (batch.block_table >= self.num_blocks))
-        if bool(outside.any()):
-            seq, column = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"block_table[{seq}, {column}] = {int(batch.block_table[seq, column])} lies outside "
-                f"the cache's {self.num_blocks} blocks"
-            )
         slots = batch.slot_mapping
         if slots is not None and slots.numel() and int(slots.max()) >= self.num_blocks * self.block_size:
             raise ValueError(

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.cache import LayerCache
+from octavo.checks import check_block_table, check_device, check_index, check_optional_tensors, check_tensors
+from octavo.errors import Unsupported
 from octavo.launch import Plan, State
 from octavo.spec import AttentionSpec
 
 
+@torch.no_grad()
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values into their pages.
 
@@ -23,9 +26,9 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
     Raises:
         TypeError, ValueError: a shape, dtype, device or (on CPU) slot does not fit; nothing is written then.
     """
+    check_tensors(k=k, v=v)
+    check_index("slot_mapping", slot_mapping, 1, torch.int64)
     num_slots = slot_mapping.shape[0]
-    if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1:
-        raise TypeError(f"slot_mapping must be int64 [num_slots], got {slot_mapping.dtype} {tuple(slot_mapping.shape)}")
     for name, new, pages in (("k", k, cache.k_cache), ("v", v, cache.v_cache)):
         if new.ndim != 3 or new.shape[1:] != pages.shape[2:] or new.shape[0] < num_slots:
             raise ValueError(
@@ -34,16 +37,14 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
             )
         if not new.is_floating_point():
             raise TypeError(f"{name} must be a float tensor, got {new.dtype}")
-        if new.device != pages.device or slot_mapping.device != pages.device:
-            raise ValueError(
-                f"{name} is on {new.device}, slot_mapping on {slot_mapping.device}, its cache on {pages.device}"
-            )
+    check_device(cache.k_cache.device, k=k, v=v, slot_mapping=slot_mapping)
     slots = cache.num_blocks * cache.block_size
     if slot_mapping.device.type == "cpu" and num_slots and int(slot_mapping.max()) >= slots:
         raise ValueError(f"slot_mapping holds {int(slot_mapping.max())}, the cache has {slots} slots")
     kernels.for_device(k.device).append(cache, k, v, slot_mapping)
 
 
+@torch.no_grad()
 def run(
     plan: Plan,
     spec: AttentionSpec,
@@ -67,7 +68,7 @@ def run(
         cache: the layer's pages.
         out: [>= num_tokens, num_q_heads, value_dim], written in place; rows past num_tokens stay as they are.
         lse: [>= num_tokens, num_q_heads] float32 or None, written in place: natural log, -inf where a row
-            sees no key (with a sink: the sink).
+            sees no key (with a sink: the sink). Rows that belong to no sequence stay as they are, here and in out.
         alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
         sinks: [num_q_heads] float32, given iff spec.sinks.
 
@@ -75,9 +76,8 @@ def run(
         TypeError, ValueError: an argument does not fit; nothing is written then.
         Unsupported: no kernel serves this spec, dtype and device.
     """
+    check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks)
     family = kernels.select(spec, q.device, q.dtype)
-    _check_run(plan, spec, q, cache, out, lse)
-    _check_head_terms(plan, spec, alibi_slopes, sinks, q.device)
     n = plan.num_tokens
     result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
     if plan.num_states <= 1:
@@ -90,9 +90,10 @@ def run(
     for launch in plan.launches:
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
         family.attend(spec, plan, launch, q, cache, State(parts.out[mine], parts.lse[mine]), alibi_slopes, None)
-    family.merge(parts, sinks, result)
+    family.merge(parts, sinks, result, plan.launches[-1].query_start_loc)
 
 
+@torch.no_grad()
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge partial results over parts of the keys.
 
@@ -105,7 +106,13 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
 
     Returns:
         out [num_tokens, num_q_heads, value_dim] in outs' dtype, lse [num_tokens, num_q_heads] float32.
+
+    Raises:
+        TypeError, ValueError: a shape, dtype or device does not fit.
     """
+    check_tensors(outs=outs, lses=lses)
+    check_optional_tensors(sinks=sinks)
+    check_device(outs.device, lses=lses, sinks=sinks)
     if outs.ndim != 4 or lses.shape != outs.shape[:3] or not outs.shape[0]:
         raise ValueError(
             f"outs must be [num_parts >= 1, num_tokens, num_q_heads, value_dim] and lses "
@@ -121,7 +128,29 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     return out, lse
 
 
-def _check_run(plan: Plan, spec: AttentionSpec, q: Tensor, cache: LayerCache, out: Tensor, lse: Tensor | None) -> None:
+def check_run(
+    plan: Plan,
+    spec: AttentionSpec,
+    q: Tensor,
+    cache: LayerCache,
+    out: Tensor,
+    lse: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Refuse arguments of `run` that do not fit; see there for what they must be."""
+    check_tensors(q=q, out=out)
+    check_optional_tensors(lse=lse, alibi_slopes=alibi_slopes, sinks=sinks)
+    reason = kernels.unsupported(spec, q.device, q.dtype)
+    if reason is not None:
+        raise Unsupported(reason)
+    _check_rows(plan, spec, q, out, lse)
+    _check_cache(plan, spec, cache)
+    check_device(q.device, out=out, lse=lse, cache=cache.k_cache, plan=plan.positions)
+    _check_head_terms(plan, spec, alibi_slopes, sinks, q.device)
+
+
+def _check_rows(plan: Plan, spec: AttentionSpec, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
     n, heads = plan.num_tokens, spec.num_q_heads
     for name, rows, width in (("q", q, spec.head_dim), ("out", out, spec.v_dim)):
         if rows.ndim != 3 or rows.shape[0] < n or rows.shape[1:] != (heads, width):
@@ -134,22 +163,28 @@ def _check_run(plan: Plan, spec: AttentionSpec, q: Tensor, cache: LayerCache, ou
         )
     if not out.is_floating_point():
         raise TypeError(f"out must be a float tensor, got {out.dtype}")
-    for name, pages, width in (
-        ("k_cache", cache.k_cache, spec.head_dim),
-        ("v_cache", cache.v_cache, spec.v_dim),
-    ):
+    for name, written in (("out", out), ("lse", lse)):
+        if written is not None and any(
+            size > 1 and stride == 0 for size, stride in zip(written.shape, written.stride(), strict=True)
+        ):
+            raise ValueError(f"{name} must give every row memory of its own, got strides {written.stride()}")
+
+
+def _check_cache(plan: Plan, spec: AttentionSpec, cache: LayerCache) -> None:
+    for name, pages, width in (("k_cache", cache.k_cache, spec.head_dim), ("v_cache", cache.v_cache, spec.v_dim)):
         if pages.shape[2:] != (spec.num_kv_heads, width):
             raise ValueError(
                 f"{name} must be [num_blocks, block_size, {spec.num_kv_heads}, {width}], got {tuple(pages.shape)}"
             )
         if pages.dtype not in kernels.FLOAT_DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16 or float32, got {pages.dtype}")
-    devices = {t.device for t in (q, out, cache.k_cache, plan.positions)}
-    if len(devices) > 1:
-        raise ValueError(
-            f"q is on {q.device}, out on {out.device}, the cache on {cache.k_cache.device}, the plan on "
-            f"{plan.positions.device}: use one device"
-        )
+    if cache.block_size != plan.block_size:
+        raise ValueError(f"the cache has block_size {cache.block_size}, the plan was made for {plan.block_size}")
+    if plan.num_blocks is not None and cache.num_blocks < plan.num_blocks:
+        raise ValueError(f"the cache has {cache.num_blocks} blocks, the plan was made for {plan.num_blocks}")
+    if plan.num_blocks is None and plan.check and plan.launches:
+        kv_lens = plan.launches[-1].kv_splits[:, -1]
+        check_block_table(plan.block_table, kv_lens, plan.block_size, cache.num_blocks)
 
 
 def _check_head_terms(

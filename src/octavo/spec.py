@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -114,8 +115,11 @@ class AttentionSpec:
         for name, radius in (("window_left", self.window_left), ("window_right", self.window_right)):
             if radius is not None and radius < 0:
                 raise ValueError(f"{name} must be None (open) or at least 0, got {radius}")
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(f"logits_soft_cap must be None (off) or above 0, got {self.logits_soft_cap}")
+        cap = self.logits_soft_cap
+        if cap is not None and not 0 < cap < math.inf:
+            raise ValueError(f"logits_soft_cap must be None (off) or above 0 and finite, got {cap}")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"softmax_scale must be None (head_dim ** -0.5) or finite, got {self.softmax_scale}")
         if self.alibi not in (None, "linear", "sqrt"):
             raise ValueError(f"alibi must be None, 'linear' or 'sqrt', got {self.alibi!r}")
 

@@ -106,7 +106,7 @@ def test_bad_prompts_do_not_stop_the_others(stock) -> None:
     assert tokens([results[0], results[6]]) == expected[:2]
     for result, reason in zip(
         results[1:6] + results[7:],
-        ["empty prompt", "at most 63 fit", "needs a tokenizer", "vocabulary of 200", "vocabulary", "token ids"],
+        ["prompt is empty", "at most 63 fit", "needs a tokenizer", "vocabulary of 200", "vocabulary", "token ids"],
         strict=True,
     ):
         assert reason in result.error

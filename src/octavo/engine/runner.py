@@ -91,8 +91,8 @@ class ModelRunner:
             caches = _make_caches(layers, model, kv_format, block_size, num_blocks)
         except (OSError, MemoryError, OverflowError) as error:
             raise ValueError(
-                f"a cache of {num_blocks} blocks takes {num_blocks * self.bytes_per_block} bytes, which this machine "
-                f"does not give ({error}): lower num_blocks or kv_cache_bytes"
+                f"{num_blocks} blocks of {self.bytes_per_block} bytes do not fit this machine's memory ({error}): "
+                f"lower num_blocks or kv_cache_bytes"
             ) from error
         attach(
             model,

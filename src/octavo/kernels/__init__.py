@@ -39,8 +39,8 @@ class Kernels(Protocol):
     def append(self, cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write row i of k and v to slot_mapping[i], where that is not negative."""
 
-    def merge(self, parts: State, sinks: Tensor | None, result: State) -> None:
-        """Merge parts [num_parts, ...] into result [1, ...]."""
+    def merge(self, parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
+        """Merge parts [num_parts, ...] into result [1, ...]; rows from query_start_loc[-1] on stay as they are."""
 
 
 def unsupported(

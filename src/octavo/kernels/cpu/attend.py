@@ -153,18 +153,17 @@ def _attend_tile(layer: _Layer, tile: _Tile, lo: Tensor, hi: Tensor, split_start
     for offset in range(0, num_keys, chunk):
         j = base + torch.arange(offset, offset + chunk, dtype=base.dtype)  # [n, chunk] local keys
         k, v = _load(layer, tile.seqs, j, first, last)
+        visible = (j[:, None] >= lo[..., None]) & (j[:, None] < hi[..., None])  # [n, rows, chunk]
         # 0 * inf and 0 * NaN are NaN: a value must not reach the rows that do not see it. (The sum is one fast
         # pass; it may overflow without an infinity among its terms, which costs time and no more.)
-        is_finite = bool(v.sum().isfinite())
-        if not is_finite and rows > 1:
-            alone = tile.one_by_one()
-            base_alone = split_start.repeat_interleave(rows, 0)
-            out, lse = _attend_tile(layer, alone, lo.reshape(-1, 1), hi.reshape(-1, 1), base_alone)
-            return out.view(n, rows, -1, spec.v_dim), lse.view(n, rows, -1)
-        if not is_finite:
-            v.masked_fill_(~((j >= first) & (j < last))[:, None, :, None], 0.0)
+        if not v.sum().isfinite():
+            v.masked_fill_(~visible.any(1)[:, None, :, None], 0.0)
+            if rows > 1 and not v.isfinite().all():
+                alone = tile.one_by_one()
+                base_alone = split_start.repeat_interleave(rows, 0)
+                out, lse = _attend_tile(layer, alone, lo.reshape(-1, 1), hi.reshape(-1, 1), base_alone)
+                return out.view(n, rows, -1, spec.v_dim), lse.view(n, rows, -1)
         scores = _scores(layer, tile, q, k, j)
-        visible = (j[:, None] >= lo[..., None]) & (j[:, None] < hi[..., None])  # [n, rows, chunk]
         scores.masked_fill_(~visible[:, None, :, None], -torch.inf)
         scores = scores.view(*shape, chunk)
         m_new = m.maximum(scores.amax(-1, keepdim=True))
