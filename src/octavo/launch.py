@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,10 +57,11 @@ class Launch:
 
 
 class Workspace:
-    """Float32 scratch for partial results, grown by the planner and reused by every step and layer."""
+    """Memory that every step and layer uses again: partial results, and what kernels keep for a moment."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._buffer = torch.empty(0, dtype=torch.float32, device=device)
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def reserve(self, num_states: int, num_tokens: int, num_q_heads: int, value_dim: int) -> None:
         """Grow so that `states` of these sizes fit."""
@@ -85,6 +87,14 @@ class Workspace:
         lse = self._buffer[num_out : num_out + num_lse].view(num_states, num_tokens, num_q_heads)
         return State(out, lse)
 
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, its content undefined, valid until the same name is asked for again."""
+        numel = math.prod(shape)
+        buffer = self._scratch.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._scratch[name, dtype] = self._buffer.new_empty(numel, dtype=dtype)
+        return buffer[:numel].view(shape)
+
 
 class Piece(NamedTuple):
     """Row `row` meets local keys [kv_start, kv_end) and leaves the result in state `state`."""
@@ -98,6 +108,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step's launches and the facts of its query rows; shared by all layers.
+
+    A plan describes its tensors as they were when it was made: change one, and make a new plan.
 
     Invariant (tested by `check_exact_cover`): for every row, the launches' key ranges cover each local key
     exactly once, and no two of them share a state.
@@ -115,6 +127,7 @@ class Plan:
         shard: which keys this rank holds.
         batch_invariant: a row's bits may depend on its own keys only.
         check: tables are compared with the cache (reads tensors, so on a GPU it waits).
+        memo: what kernels worked out of this plan for one layer and its other layers need again.
     """
 
     launches: tuple[Launch, ...]
@@ -129,6 +142,7 @@ class Plan:
     shard: KVShard = KVShard()
     batch_invariant: bool = False
     check: bool = False
+    memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +168,7 @@ class Plan:
             )
         if self.check and self.launches:
             check_block_table(block_table, self.launches[-1].kv_splits[:, -1], self.block_size, self.num_blocks)
-        return dataclasses.replace(self, block_table=block_table, slot_mapping=slot_mapping)
+        return dataclasses.replace(self, block_table=block_table, slot_mapping=slot_mapping, memo={})
 
     def pieces(self) -> Iterator[Piece]:
         """Every (row, key range, state) of the plan, read back to the host: for tests and debugging."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-import octavo.kernels.cpu
 from conformance.backends import Backend
 from conformance.common import CASES, CUTS
 from conformance.harness import Cut, attend, make_plan, solve
 from octavo.bench.cases import Case, build
+from octavo.kernels.cpu import tiles
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention, assert_within
 
@@ -22,10 +20,9 @@ CHUNK = 64
 
 @pytest.fixture
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[octavo.kernels.cpu.attend.__module__]
-    monkeypatch.setattr(module, "MAX_SCORES", 1)
-    monkeypatch.setattr(module, "MAX_TILE_ROWS", 3)
-    monkeypatch.setattr(module, "MAX_BATCHED_ROWS", 2)
+    monkeypatch.setattr(tiles, "MAX_SCORES", 1)
+    monkeypatch.setattr(tiles, "MAX_TILE_ROWS", 3)
+    monkeypatch.setattr(tiles, "MAX_BATCHED_ROWS", 2)
 
 
 @pytest.mark.usefixtures("tiny_tiles")

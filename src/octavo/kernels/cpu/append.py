@@ -18,8 +18,11 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
         k, v: [>= num_slots, num_kv_heads, head_dim | value_dim]; rows past num_slots are padding.
         slot_mapping: [num_slots] int64; negative: the row is not stored.
     """
-    stored = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[stored]
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    cache.k_cache[block, offset] = k[stored].to(cache.k_cache.dtype)
-    cache.v_cache[block, offset] = v[stored].to(cache.v_cache.dtype)
+    num_slots = slot_mapping.shape[0]
+    k, v = k[:num_slots], v[:num_slots]
+    if num_slots and int(slot_mapping.min()) < 0:
+        stored = (slot_mapping >= 0).nonzero().squeeze(1)
+        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    where = slot_mapping // cache.block_size, slot_mapping % cache.block_size
+    cache.k_cache[where] = k.to(cache.k_cache.dtype)
+    cache.v_cache[where] = v.to(cache.v_cache.dtype)

@@ -1,58 +1,24 @@
 """Attention over pages in plain PyTorch: correct for every feature, fast enough for small models.
 
-Rows are taken in tiles that share one batched matrix product, keys in chunks with an online softmax. Scores,
-probabilities and sums are float32 whatever the dtypes of q and of the cache.
+Scores, probabilities and sums are float32 whatever the dtypes of q and of the cache. Keys and scores live in
+the plan's scratch memory: fresh memory of this size costs a page fault every 4 KiB, more than the arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.merge import merge
+from octavo.kernels.cpu.pages import as_matrix, row_strides
+from octavo.kernels.cpu.tiles import Chunk, Tile, make_tile, tiles
 from octavo.launch import Launch, Plan, State
 from octavo.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from octavo.cache import LayerCache
-
-MAX_TILE_ROWS = 128
-"""Rows of one sequence in a tile."""
-
-MAX_BATCHED_ROWS = 8
-"""Sequences with at most this many rows each share a tile: decode and speculative decode."""
-
-MAX_SCORES = 1 << 22
-"""Scores (heads x rows x keys) held at a time: 16 MB in float32."""
-
-INVARIANT_CHUNK = 512
-"""Keys of a chunk in the batch-invariant mode, where matrix products must have the same shape every time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What one call of `attend` works on, besides its rows."""
-
-    spec: AttentionSpec
-    plan: Plan
-    cache: LayerCache
-    q: Tensor  # [>= num_tokens, num_q_heads, head_dim]
-    block_table: Tensor  # [n, max_blocks] int32, by launch sequence
-    alibi_slopes: Tensor | None  # [num_q_heads] float32
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    rows: Tensor  # [n, rows_per_seq] int64 query rows
-    seqs: Tensor  # [n] int64 launch sequences
-
-    def one_by_one(self) -> _Tile:
-        """The same rows, each on its own."""
-        return _Tile(self.rows.reshape(-1, 1), self.seqs.repeat_interleave(self.rows.shape[1]))
 
 
 def attend(
@@ -78,156 +44,113 @@ def attend(
         alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
         sinks: [num_q_heads] float32, given iff this launch writes the final result of a layer with sinks.
     """
-    table = plan.block_table if launch.seqs is None else plan.block_table[launch.seqs]
-    layer = _Layer(spec, plan, cache, q, table, alibi_slopes)
-    for tile in _tiles(launch, plan.batch_invariant):
-        lo, hi = spec.bounds(plan.positions[tile.rows], plan.seq_lens[tile.rows])
-        lo, hi = plan.shard.local_count(lo), plan.shard.local_count(hi)
-        for split in range(launch.num_splits):
-            start = launch.kv_splits[tile.seqs, split].unsqueeze(1)
-            stop = launch.kv_splits[tile.seqs, split + 1].unsqueeze(1)
-            out, lse = _attend_tile(layer, tile, lo.maximum(start), hi.minimum(stop), start)
-            if sinks is not None:
-                merge(State(out[None], lse[None]), sinks, State(out[None], lse[None]))
-            state.out[split, tile.rows] = out.to(state.out.dtype)
-            if state.lse is not None:
-                state.lse[split, tile.rows] = lse
+    layer = _Layer(spec, plan, cache, q, alibi_slopes)
+    for tile in tiles(spec, plan, launch):
+        out, lse = layer.attend(tile)
+        if not out.sum().isfinite():
+            out, lse = layer.attend_carefully(launch, tile)
+        if sinks is not None:
+            merge(State(out[None], lse[None]), sinks, State(out[None], lse[None]))
+        state.out[tile.split, tile.rows] = out.to(state.out.dtype)
+        if state.lse is not None:
+            state.lse[tile.split, tile.rows] = lse
 
 
-def _tiles(launch: Launch, one_row: bool) -> Iterator[_Tile]:
-    """Cut a launch's rows: neighbours with few rows together, a long sequence in pieces."""
-    starts = launch.query_start_loc.tolist()
-    splits = launch.kv_splits
-    num_keys = (splits[:, -1] - splits[:, 0]).tolist()
-    max_rows = 1 if one_row else MAX_TILE_ROWS
-    first = 0
-    while first < len(num_keys):
-        count = starts[first + 1] - starts[first]
-        last = first + 1
-        if count <= MAX_BATCHED_ROWS and not one_row:
-            # Padding to the longest costs time, so that a tile's sequences must be of a length.
-            longest = total = num_keys[first]
-            while last < len(num_keys) and starts[last + 1] - starts[last] == count:
-                longest, total = max(longest, num_keys[last]), total + num_keys[last]
-                if longest * (last + 1 - first) > 2 * total + 4096:
-                    break
-                last += 1
-        seqs = torch.arange(first, last)
-        for row in range(0, count, max_rows):
-            width = min(max_rows, count - row)
-            rows = torch.tensor(starts[first:last])[:, None] + torch.arange(row, row + width)
-            yield _Tile(rows if launch.rows is None else launch.rows[rows], seqs)
-        first = last
+class _Layer:
+    """One layer's tensors during a launch."""
 
+    def __init__(
+        self, spec: AttentionSpec, plan: Plan, cache: LayerCache, q: Tensor, alibi_slopes: Tensor | None
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.cache = cache
+        self.q = q
+        self.alibi_slopes = alibi_slopes
 
-def _attend_tile(layer: _Layer, tile: _Tile, lo: Tensor, hi: Tensor, split_start: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows against local keys [lo, hi).
+    def attend(self, tile: Tile, careful: bool = False) -> tuple[Tensor, Tensor]:
+        """A tile against its keys, by online softmax over its chunks.
 
-    Args:
-        lo, hi: [n, rows_per_seq] int; lo >= hi where a row sees nothing.
-        split_start: [n, 1] int, where the split begins: the invariant mode aligns its chunks to it.
+        Args:
+            careful: keys that no row of the tile sees may hold NaN or infinities.
 
-    Returns:
-        out [n, rows_per_seq, num_q_heads, value_dim] and lse [n, rows_per_seq, num_q_heads], float32.
-    """
-    spec, group = layer.spec, layer.spec.group_size
-    n, rows = tile.rows.shape
-    sees = lo < hi
-    first = torch.where(sees, lo, torch.iinfo(lo.dtype).max).amin(1, keepdim=True)  # [n, 1]
-    last = torch.where(sees, hi, 0).amax(1, keepdim=True)
-    first = first.minimum(last)
-    base = split_start if layer.plan.batch_invariant else first
-    num_keys = int((last - base).max())
+        Returns:
+            out [n, rows_per_seq, num_q_heads, value_dim] and lse [n, rows_per_seq, num_q_heads], float32. A row
+            that sees no key gives (0, -inf).
+        """
+        spec, (n, rows) = self.spec, tile.rows.shape
+        batch, packed = n * spec.num_kv_heads, rows * spec.group_size
+        q = self.q[tile.rows].float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        q = (q.transpose(1, 2) * spec.scale).reshape(batch, packed, spec.head_dim)
+        m = q.new_full((batch, packed, 1), -torch.inf)
+        l, acc = torch.zeros_like(m), q.new_zeros(batch, packed, spec.v_dim)
+        for i, chunk in enumerate(tile.chunks):
+            k, v = self._gather("k", self.cache.k_cache, chunk), self._gather("v", self.cache.v_cache, chunk)
+            scores = self._scores(tile, chunk, q, k)
+            if careful:  # 0 * NaN and NaN - inf are NaN
+                hidden = ~chunk.visible
+                scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
+                v.view(n, -1, *v.shape[1:]).masked_fill_(hidden.all(1)[:, None, :, None], 0.0)
+            elif chunk.mask is not None:
+                scores.add_(chunk.mask)
+            scores = scores.view(batch, packed, -1)
+            m_new = m.maximum(scores.amax(-1, keepdim=True))
+            peak = torch.where(m_new == -torch.inf, 0.0, m_new)
+            p = scores.sub_(peak).exp_()
+            if i == 0:
+                l, acc = p.sum(-1, keepdim=True), p @ v
+            else:
+                rescale = (m - peak).exp()
+                l = l * rescale + p.sum(-1, keepdim=True)
+                acc = torch.baddbmm(acc * rescale, p, v)
+            m = m_new
+        out = acc / torch.where(l == 0, 1.0, l)
+        return self._by_row(out, n, rows), self._by_row((m + l.log()).squeeze(-1), n, rows)
 
-    shape = (n, spec.num_kv_heads, rows * group)
-    acc = torch.zeros(*shape, spec.v_dim)
-    if num_keys <= 0:
-        return _by_row(acc, rows), _by_row(acc.new_full(shape, -torch.inf), rows)
-    q = layer.q[tile.rows].float().view(n, rows, spec.num_kv_heads, group, spec.head_dim)
-    q = q.transpose(1, 2).reshape(*shape, spec.head_dim) * spec.scale
-    m = acc.new_full((*shape, 1), -torch.inf)
-    l = torch.zeros_like(m)
-    chunk = INVARIANT_CHUNK
-    if not layer.plan.batch_invariant:
-        chunk = min(num_keys, max(64, MAX_SCORES // (n * spec.num_q_heads * rows)))
-    for offset in range(0, num_keys, chunk):
-        j = base + torch.arange(offset, offset + chunk, dtype=base.dtype)  # [n, chunk] local keys
-        k, v = _load(layer, tile.seqs, j, first, last)
-        visible = (j[:, None] >= lo[..., None]) & (j[:, None] < hi[..., None])  # [n, rows, chunk]
-        # 0 * inf and 0 * NaN are NaN: a value must not reach the rows that do not see it. (The sum is one fast
-        # pass; it may overflow without an infinity among its terms, which costs time and no more.)
-        if not v.sum().isfinite():
-            v.masked_fill_(~visible.any(1)[:, None, :, None], 0.0)
-            if rows > 1 and not v.isfinite().all():
-                alone = tile.one_by_one()
-                base_alone = split_start.repeat_interleave(rows, 0)
-                out, lse = _attend_tile(layer, alone, lo.reshape(-1, 1), hi.reshape(-1, 1), base_alone)
-                return out.view(n, rows, -1, spec.v_dim), lse.view(n, rows, -1)
-        scores = _scores(layer, tile, q, k, j)
-        scores.masked_fill_(~visible[:, None, :, None], -torch.inf)
-        scores = scores.view(*shape, chunk)
-        m_new = m.maximum(scores.amax(-1, keepdim=True))
-        peak = torch.where(m_new == -torch.inf, 0.0, m_new)
-        scores.sub_(peak).exp_()
-        rescale = (m - peak).exp()
-        l = l * rescale + scores.sum(-1, keepdim=True)
-        acc = acc * rescale + scores @ v
-        m = m_new
-    lse = torch.where(l > 0, m + l.log(), torch.where(l == 0, -torch.inf, torch.nan))
-    return _by_row(acc / torch.where(l == 0, 1.0, l), rows), _by_row(lse.squeeze(-1), rows)
+    def attend_carefully(self, launch: Launch, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The same where a value is not finite: it must not reach rows that do not see it."""
+        out, lse = self.attend(tile, careful=True)
+        n, rows = tile.rows.shape
+        if rows == 1 or out.isfinite().all():
+            return out, lse
+        alone = tile.rows.reshape(-1, 1), tile.seqs.repeat_interleave(rows)
+        out, lse = self.attend(make_tile(self.spec, self.plan, launch, *alone, tile.split), careful=True)
+        return out.view(n, rows, *out.shape[2:]), lse.view(n, rows, -1)
 
+    def _gather(self, name: str, pages: Tensor, chunk: Chunk) -> Tensor:
+        """K or V of a chunk, [n * num_kv_heads, width, head_dim | value_dim] float32, in scratch memory."""
+        num_kv_heads, width = pages.shape[2:]
+        shape = (chunk.j.shape[0] * num_kv_heads, chunk.j.shape[1], width)
+        strides = row_strides(pages)
+        if strides is None:
+            heads = torch.arange(num_kv_heads).unsqueeze(1)
+            return pages[chunk.block.unsqueeze(1), chunk.offset.unsqueeze(1), heads].float().view(shape)
+        stored = self.plan.workspace.scratch(f"{name} stored", shape, pages.dtype)
+        torch.index_select(as_matrix(pages), 0, chunk.rows(num_kv_heads, strides), out=stored.view(-1, width))
+        if pages.dtype == torch.float32:
+            return stored
+        return self.plan.workspace.scratch(name, shape, torch.float32).copy_(stored)
 
-def _load(layer: _Layer, seqs: Tensor, j: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """K [n, num_kv_heads, chunk, head_dim] and V at local keys j [n, chunk], in float32.
+    def _scores(self, tile: Tile, chunk: Chunk, q: Tensor, k: Tensor) -> Tensor:
+        """Scores [n, num_kv_heads, rows_per_seq, group_size, width] with soft cap and position bias, unmasked."""
+        spec, (n, rows) = self.spec, tile.rows.shape
+        scores = self.plan.workspace.scratch("scores", (q.shape[0], q.shape[1], k.shape[1]), torch.float32)
+        torch.bmm(q, k.transpose(1, 2), out=scores)
+        scores = scores.view(n, spec.num_kv_heads, rows, spec.group_size, -1)
+        if spec.logits_soft_cap is not None:
+            scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
+        if self.alibi_slopes is not None:
+            position = self.plan.shard.global_position(chunk.j)
+            distance = (position[:, None] - tile.positions.unsqueeze(-1)).float()  # [n, rows, width]
+            if spec.alibi == "sqrt":
+                distance = -distance.abs().sqrt()
+            elif not spec.causal:
+                distance = -distance.abs()
+            slopes = self.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size, 1)
+            scores.add_(slopes * distance[:, None, :, None])
+        return scores
 
-    A key outside its sequence's [first, last) is replaced by the nearest one inside. So lanes whose weight will
-    be 0 hold numbers that the arguments name, and table entries past a sequence's blocks are never used.
-    """
-    cache = layer.cache
-    j = j.maximum(first).minimum(last - 1).clamp(min=0).long()
-    block = layer.block_table[seqs.unsqueeze(1), j // cache.block_size].long()
-    block = torch.where(first < last, block, 0)  # a sequence without keys names no block at all
-    where = (block.unsqueeze(1), (j % cache.block_size).unsqueeze(1), torch.arange(cache.num_kv_heads).unsqueeze(1))
-    return _gather(cache.k_cache, where).float(), _gather(cache.v_cache, where).float()
-
-
-def _gather(pages: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Rows pages[where] of pages [num_blocks, block_size, num_kv_heads, width].
-
-    Where rows lie at multiples of their width, as in every page that we lay out, they are rows of one matrix,
-    and `index_select` fetches them five times faster than indexing does (measured, 9 heads of 64, 2k rows).
-    """
-    width, strides = pages.shape[3], pages.stride()[:3]
-    if any(stride % width for stride in strides):
-        return pages[where]
-    reach = sum((size - 1) * stride for size, stride in zip(pages.shape, strides, strict=False))
-    matrix = pages.as_strided((reach // width + 1, width), (width, 1))
-    row = sum(index * (stride // width) for index, stride in zip(where, strides, strict=True))
-    assert isinstance(row, Tensor)
-    return matrix.index_select(0, row.reshape(-1)).view(*row.shape, width)
-
-
-def _scores(layer: _Layer, tile: _Tile, q: Tensor, k: Tensor, j: Tensor) -> Tensor:
-    """Scores [n, num_kv_heads, rows_per_seq, group_size, chunk] with soft cap and position bias, unmasked."""
-    spec = layer.spec
-    n, rows = tile.rows.shape
-    scores = (q @ k.transpose(-1, -2)).view(n, spec.num_kv_heads, rows, spec.group_size, -1)
-    if spec.logits_soft_cap is not None:
-        scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
-    if layer.alibi_slopes is not None:
-        distance = layer.plan.shard.global_position(j)[:, None] - layer.plan.positions[tile.rows].unsqueeze(-1)
-        distance = distance.float()  # [n, rows, chunk]
-        if spec.alibi == "sqrt":
-            distance = -distance.abs().sqrt()
-        elif not spec.causal:
-            distance = -distance.abs()
-        slopes = layer.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size, 1)
-        scores.add_(slopes * distance[:, None, :, None])
-    return scores
-
-
-def _by_row(x: Tensor, rows: int) -> Tensor:
-    """[n, num_kv_heads, rows * group_size, ...] -> [n, rows, num_q_heads, ...]."""
-    n, num_kv_heads, packed = x.shape[:3]
-    x = x.reshape(n, num_kv_heads, rows, packed // rows, *x.shape[3:]).transpose(1, 2)
-    return x.reshape(n, rows, -1, *x.shape[4:])
+    def _by_row(self, x: Tensor, n: int, rows: int) -> Tensor:
+        """[n * num_kv_heads, rows * group_size, ...] -> [n, rows, num_q_heads, ...]."""
+        x = x.view(n, self.spec.num_kv_heads, rows, self.spec.group_size, *x.shape[2:]).transpose(1, 2)
+        return x.reshape(n, rows, self.spec.num_q_heads, *x.shape[4:])
