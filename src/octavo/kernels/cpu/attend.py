@@ -51,9 +51,9 @@ def attend(
             out, lse = layer.attend_carefully(launch, tile)
         if sinks is not None:
             merge(State(out[None], lse[None]), sinks, State(out[None], lse[None]))
-        state.out[tile.split, tile.rows] = out.to(state.out.dtype)
+        tile.put(state.out[tile.split], out)
         if state.lse is not None:
-            state.lse[tile.split, tile.rows] = lse
+            tile.put(state.lse[tile.split], lse)
 
 
 class _Layer:
@@ -80,13 +80,14 @@ class _Layer:
         """
         spec, (n, rows) = self.spec, tile.rows.shape
         batch, packed = n * spec.num_kv_heads, rows * spec.group_size
-        q = self.q[tile.rows].float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        q = tile.take(self.q).float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
         q = (q.transpose(1, 2) * spec.scale).reshape(batch, packed, spec.head_dim)
         m = q.new_full((batch, packed, 1), -torch.inf)
+        may_be_empty = tile.some_see_nothing or len(tile.chunks) > 1
         l, acc = torch.zeros_like(m), q.new_zeros(batch, packed, spec.v_dim)
         for i, chunk in enumerate(tile.chunks):
-            k, v = self._gather("k", self.cache.k_cache, chunk), self._gather("v", self.cache.v_cache, chunk)
-            scores = self._scores(tile, chunk, q, k)
+            scores = self._scores(tile, chunk, q, self._gather("k", self.cache.k_cache, chunk))
+            v = self._gather("v", self.cache.v_cache, chunk)
             if careful:  # 0 * NaN and NaN - inf are NaN
                 hidden = ~chunk.visible
                 scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
@@ -95,7 +96,8 @@ class _Layer:
                 scores.add_(chunk.mask)
             scores = scores.view(batch, packed, -1)
             m_new = m.maximum(scores.amax(-1, keepdim=True))
-            peak = torch.where(m_new == -torch.inf, 0.0, m_new)
+            # A row that has seen nothing yet has no maximum; (-inf) - (-inf) is NaN.
+            peak = torch.where(m_new == -torch.inf, 0.0, m_new) if may_be_empty else m_new
             p = scores.sub_(peak).exp_()
             if i == 0:
                 l, acc = p.sum(-1, keepdim=True), p @ v
@@ -104,7 +106,7 @@ class _Layer:
                 l = l * rescale + p.sum(-1, keepdim=True)
                 acc = torch.baddbmm(acc * rescale, p, v)
             m = m_new
-        out = acc / torch.where(l == 0, 1.0, l)
+        out = acc / (torch.where(l == 0, 1.0, l) if tile.some_see_nothing else l)
         return self._by_row(out, n, rows), self._by_row((m + l.log()).squeeze(-1), n, rows)
 
     def attend_carefully(self, launch: Launch, tile: Tile) -> tuple[Tensor, Tensor]:

@@ -58,10 +58,25 @@ class Tile:
     """Rows that meet their keys together: n sequences with rows_per_seq rows each, in one split."""
 
     rows: Tensor  # [n, rows_per_seq] int64 query rows
+    span: slice | None  # the same where they follow each other: a slice is a view, an index a copy
     seqs: Tensor  # [n] int64 launch sequences
     split: int
     positions: Tensor  # [n, rows_per_seq] int32
+    some_see_nothing: bool
     chunks: tuple[Chunk, ...]
+
+    def take(self, x: Tensor) -> Tensor:
+        """This tile's rows of x [num_tokens, ...]: [n, rows_per_seq, ...]."""
+        if self.span is None:
+            return x[self.rows]
+        return x[self.span].unflatten(0, self.rows.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+    def put(self, x: Tensor, value: Tensor) -> None:
+        """Write value [n, rows_per_seq, ...] to this tile's rows of x [num_tokens, ...]."""
+        if self.span is None:
+            x[self.rows] = value.to(x.dtype)
+        else:
+            x[self.span] = value.flatten(0, 1)
 
 
 def tiles(spec: AttentionSpec, plan: Plan, launch: Launch) -> list[Tile]:
@@ -105,7 +120,10 @@ def make_tile(spec: AttentionSpec, plan: Plan, launch: Launch, rows: Tensor, seq
         if not bool(visible.all()):
             mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, :, None]
         chunks.append(Chunk(j, block, j % plan.block_size, visible, mask))
-    return Tile(rows, seqs, split, positions, tuple(chunks))
+    flat = rows.reshape(-1)
+    follows = bool((flat.diff() == 1).all())
+    span = slice(int(flat[0]), int(flat[-1]) + 1) if follows else None
+    return Tile(rows, span, seqs, split, positions, not bool(sees.all()), tuple(chunks))
 
 
 def _rows(launch: Launch, one_row: bool) -> Iterator[tuple[Tensor, Tensor]]:
