@@ -46,7 +46,7 @@ A package may import its own modules."""
 OPEN_TO_ALL = {"cli", "engine", "bench", "plugins", "calibration"}
 """Parts that may import more than torch and the standard library."""
 
-KERNEL_PACKAGES = {"triton": {"triton"}, "gluon": {"triton"}, "cpu": {"numpy", "numba"}}
+KERNEL_PACKAGES = {"triton": {"triton"}, "gluon": {"triton"}, "cpu": {"numpy", "numba", "llvmlite"}}
 """What a kernel family may import besides, once it is chosen."""
 
 

@@ -12,10 +12,12 @@ class Backend:
     Args:
         name: as `paged_attention(backend=...)` knows it.
         device: where its tensors live.
+        numba: whether the CPU family may use Numba; without it everything runs in PyTorch.
     """
 
     name: str
     device: str
+    numba: bool = True
 
 
-BACKENDS = (Backend("cpu", device="cpu"),)
+BACKENDS = (Backend("cpu", device="cpu"), Backend("cpu", device="cpu", numba=False))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+import octavo.kernels.cpu
 from conformance.backends import BACKENDS, Backend
 
 
-@pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return request.param
+@pytest.fixture(scope="session", params=BACKENDS, ids=lambda b: b.name if b.numba else f"{b.name} without numba")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.param.numba:
+            patch.setattr(octavo.kernels.cpu, "HAS_NUMBA", False)
+        yield request.param

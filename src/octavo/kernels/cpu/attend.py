@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
 
-def attend(
+def attend_tiles(
     spec: AttentionSpec,
     plan: Plan,
     launch: Launch,
@@ -30,22 +30,11 @@ def attend(
     state: State,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    few_rows: int,
 ) -> None:
-    """Run one launch.
-
-    Args:
-        spec: what is computed.
-        plan: the step.
-        launch: which rows meet which keys.
-        q: [>= num_tokens, num_q_heads, head_dim].
-        cache: one layer's views.
-        state: out [num_splits, >= num_tokens, num_q_heads, value_dim] and lse (or None) of this launch's
-            splits; written at the launch's rows only.
-        alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
-        sinks: [num_q_heads] float32, given iff this launch writes the final result of a layer with sinks.
-    """
+    """Run the launch's sequences with more than few_rows rows; arguments as in `attend`."""
     layer = _Layer(spec, plan, cache, q, alibi_slopes)
-    for tile in tiles(spec, plan, launch):
+    for tile in tiles(spec, plan, launch, few_rows):
         out, lse = layer.attend(tile)
         if not out.sum().isfinite():
             out, lse = layer.attend_carefully(launch, tile)

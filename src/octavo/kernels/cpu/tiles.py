@@ -79,14 +79,16 @@ class Tile:
             x[self.span] = value.flatten(0, 1)
 
 
-def tiles(spec: AttentionSpec, plan: Plan, launch: Launch) -> list[Tile]:
-    """The tiles of a launch for layers with this spec's mask; worked out once a step."""
-    key = ("cpu tiles", launch.first_state, spec.causal, spec.window_left, spec.window_right, spec.num_q_heads)
+def tiles(spec: AttentionSpec, plan: Plan, launch: Launch, few_rows: int) -> list[Tile]:
+    """The tiles of a launch for layers with this spec's mask; worked out once a step. Sequences with at most
+    few_rows rows are left out."""
+    mask = (spec.causal, spec.window_left, spec.window_right)
+    key = ("tiles", launch.first_state, *mask, spec.num_q_heads, few_rows)
     found = plan.memo.get(key)
     if found is None:
         found = plan.memo[key] = [
             make_tile(spec, plan, launch, rows, seqs, split)
-            for rows, seqs in _rows(launch, plan.batch_invariant)
+            for rows, seqs in _rows(launch, plan.batch_invariant, few_rows)
             for split in range(launch.num_splits)
         ]
     assert isinstance(found, list)
@@ -126,7 +128,7 @@ def make_tile(spec: AttentionSpec, plan: Plan, launch: Launch, rows: Tensor, seq
     return Tile(rows, span, seqs, split, positions, not bool(sees.all()), tuple(chunks))
 
 
-def _rows(launch: Launch, one_row: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(launch: Launch, one_row: bool, few_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Query rows [n, rows_per_seq] and launch sequences [n] of each tile: neighbours with few rows together, a
     long sequence in pieces."""
     starts = launch.query_start_loc.tolist()
@@ -136,6 +138,9 @@ def _rows(launch: Launch, one_row: bool) -> Iterator[tuple[Tensor, Tensor]]:
     while first < len(num_keys):
         count = starts[first + 1] - starts[first]
         last = first + 1
+        if count <= few_rows:
+            first = last
+            continue
         if count <= MAX_BATCHED_ROWS and not one_row:
             # Padding to the longest costs time, so that a tile's sequences must be of a length.
             longest = total = num_keys[first]

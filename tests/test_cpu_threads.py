@@ -1,0 +1,104 @@
+"""The Numba kernel's threads: the same bits on any number of them, from several callers, after a fork; and what
+happens without Numba."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from conformance.harness import attend, make_plan
+from octavo.bench.cases import Case, Problem, build
+from octavo.kernels.cpu import few_rows
+from octavo.kernels.cpu.workers import Workers
+from octavo.spec import AttentionSpec
+from tolerance import assert_attention, assert_same_bits
+
+SPEC = AttentionSpec(8, 4, 32, window_left=200)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two threads even for small problems; torch's own setting is put back."""
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2, "the kernel changed torch's number of threads"
+    torch.set_num_threads(1)
+
+
+def problem(query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> Problem:
+    return build(Case("threads", SPEC, query_lens, seq_lens, dtype=torch.float32))
+
+
+PROBLEMS = [((1,), (700,)), ((1, 1, 3, 8), (300, 1, 77, 500)), ((1,) * 20, tuple(range(1, 200, 10)))]
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), PROBLEMS)
+def test_two_threads_give_the_bits_of_one(query_lens, seq_lens, two_threads: None) -> None:
+    p = problem(query_lens, seq_lens)
+    torch.set_num_threads(1)
+    alone = attend(p, make_plan(p))
+    torch.set_num_threads(2)
+    for _ in range(20):
+        together = attend(p, make_plan(p))
+        assert_same_bits("out", together[0], alone[0])
+        assert_same_bits("lse", together[1], alone[1])
+    assert_attention(p, *together)
+
+
+def test_several_callers(two_threads: None) -> None:
+    """Python threads that call at once share the workers and nothing else."""
+    problems = [problem((1, 2), (400 + i, 90)) for i in range(4)]
+    expected = [attend(p, make_plan(p)) for p in problems]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(10):
+            for (out, lse), (true_out, true_lse) in zip(
+                callers.map(lambda p: attend(p, make_plan(p)), problems), expected, strict=True
+            ):
+                assert_same_bits("out", out, true_out)
+                assert_same_bits("lse", lse, true_lse)
+
+
+def test_a_forked_child_has_workers_of_its_own(two_threads: None) -> None:
+    p = problem((1,), (700,))
+    out, _ = attend(p, make_plan(p))  # the parent's pool exists now
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(attend(p, make_plan(p))[0], out)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_error_in_any_thread_reaches_the_caller(two_threads: None) -> None:
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(len(calls))
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        Workers().run(work, 2)
+    assert len(calls) == 2
+
+
+def test_without_numba_it_says_so_once_and_computes() -> None:
+    code = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch, octavo
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    i32 = lambda x: torch.tensor(x, dtype=torch.int32)
+    for _ in range(3):
+        out, lse = octavo.paged_attention(torch.zeros(1, 2, 8), torch.zeros(1, 4, 1, 8), torch.ones(1, 4, 1, 8),
+                                          i32([[0]]), i32([4]), i32([0, 1]))
+assert bool((out == 1).all()), out
+assert ["octavo[cpu]" in str(w.message) for w in caught] == [True], caught
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
