@@ -196,7 +196,7 @@ def test_without_typer_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     assert main(["doctor"]) == 2
-    assert "octavo[models]" in only_error(capsys.readouterr().err)
+    assert "octavo[models,cpu]" in only_error(capsys.readouterr().err)
 
 
 # generate: what goes where

@@ -86,7 +86,7 @@ class BuilderConfig:
 
     Args:
         num_q_heads, value_dim: of the widest layer.
-        block_size, num_blocks: of the cache.
+        block_size, num_blocks: of the cache; for raw keys (encoder layers) 1 and None.
         max_model_len: longest sequence in tokens.
         num_speculative_tokens: draft tokens per request and step.
         shard: the keys that this rank holds.
@@ -97,7 +97,7 @@ class BuilderConfig:
     num_q_heads: int
     value_dim: int
     block_size: int
-    num_blocks: int
+    num_blocks: int | None
     max_model_len: int
     num_speculative_tokens: int = 0
     shard: KVShard = KVShard()

@@ -115,7 +115,7 @@ def paged_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_table=block_table,
-        num_tokens=int(query_start_loc.flatten()[-1]) if query_start_loc.numel() else 0,
+        num_tokens=max(int(query_start_loc.flatten()[-1]), 0) if query_start_loc.numel() else 0,
         max_query_len=q.shape[0],
         max_seq_len=block_table.shape[1] * cache.block_size,
     )

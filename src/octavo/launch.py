@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,17 +58,19 @@ class Launch:
 
 
 class Workspace:
-    """Memory that every step and layer uses again: partial results, and what kernels keep for a moment."""
+    """Memory that every step and layer uses again: partial results, and what kernels keep for a moment.
+
+    Each Python thread has its own, so that plans of one planner may run in several threads.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._buffer = torch.empty(0, dtype=torch.float32, device=device)
-        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._device = device
+        self._reserved = 0
+        self._local = threading.local()
 
     def reserve(self, num_states: int, num_tokens: int, num_q_heads: int, value_dim: int) -> None:
-        """Grow so that `states` of these sizes fit."""
-        needed = num_states * num_tokens * num_q_heads * (value_dim + 1)
-        if self._buffer.numel() < needed:
-            self._buffer = self._buffer.new_empty(needed)
+        """Let `states` of these sizes fit."""
+        self._reserved = max(self._reserved, num_states * num_tokens * num_q_heads * (value_dim + 1))
 
     def states(self, num_states: int, num_tokens: int, num_q_heads: int, value_dim: int) -> State:
         """Views for that many states, their content undefined.
@@ -77,22 +80,26 @@ class Workspace:
         """
         num_lse = num_states * num_tokens * num_q_heads
         num_out = num_lse * value_dim
-        if num_out + num_lse > self._buffer.numel():
+        if num_out + num_lse > self._reserved:
             raise ValueError(
-                f"the plan reserved {self._buffer.numel()} floats for partial results, this layer needs "
+                f"the plan reserved {self._reserved} floats for partial results, this layer needs "
                 f"{num_out + num_lse} ({num_q_heads} query heads, value_dim {value_dim}): "
                 f"give the planner the widest layer"
             )
-        out = self._buffer[:num_out].view(num_states, num_tokens, num_q_heads, value_dim)
-        lse = self._buffer[num_out : num_out + num_lse].view(num_states, num_tokens, num_q_heads)
+        buffer = self.scratch("states", (self._reserved,), torch.float32)
+        out = buffer[:num_out].view(num_states, num_tokens, num_q_heads, value_dim)
+        lse = buffer[num_out : num_out + num_lse].view(num_states, num_tokens, num_q_heads)
         return State(out, lse)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor, its content undefined, valid until the same name is asked for again."""
+        """A contiguous tensor, its content undefined, valid until this thread asks for the same name again."""
+        buffers: dict[tuple[str, torch.dtype], Tensor] | None = getattr(self._local, "buffers", None)
+        if buffers is None:
+            buffers = self._local.buffers = {}
         numel = math.prod(shape)
-        buffer = self._scratch.get((name, dtype))
+        buffer = buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._scratch[name, dtype] = self._buffer.new_empty(numel, dtype=dtype)
+            buffer = buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self._device)
         return buffer[:numel].view(shape)
 
 

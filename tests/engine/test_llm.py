@@ -247,5 +247,33 @@ def test_a_row_of_nan_fails_alone(stock, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_model_outside_an_engine_says_so() -> None:
     llm = engine()
-    with pytest.raises(RuntimeError, match=r"call LLM\.generate"):
+    with pytest.raises(RuntimeError, match=r"call LLM\.generate \(of the newest LLM"):
         llm.model(torch.tensor([[1, 2]]))
+
+
+def test_arguments_that_would_be_ignored_are_refused() -> None:
+    model = tiny.make("GptOss")
+    with pytest.raises(ValueError, match="dtype and device belong to a model that is still to be loaded"):
+        LLM(model, dtype="bfloat16", device="cpu")
+    with pytest.raises(ValueError, match="tokenizer belongs to a loaded model"):
+        LLM("smollm2", tokenizer=object())
+    with pytest.raises(ValueError, match="both size the cache"):
+        LLM(model, num_blocks=4, kv_cache_bytes=1 << 20)
+    for name in ("block_size", "num_blocks", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            LLM("no model is looked for", **{name: 0})
+    with pytest.raises(ValueError, match="max_model_len must be at least 2"):
+        LLM("no model is looked for", max_model_len=1)
+    with pytest.raises(TypeError, match="params must be SamplingParams, got dict"):
+        engine().generate([[5]], {"max_tokens": 2})
+
+
+def test_token_ids_of_any_integer_kind(stock) -> None:
+    """Arrays are one prompt; numbers that are no integers are refused, not rounded."""
+    batch, expected = stock
+    llm = engine()
+    for one in (torch.tensor(batch[0]), torch.tensor(batch[0]).numpy(), tuple(batch[0])):
+        assert tokens(llm.generate(one, GREEDY)) == [expected[0]]
+    assert tokens(llm.generate([torch.tensor(batch[0]), batch[1]], GREEDY)) == expected[:2]
+    results = llm.generate([[1.7], ["5"], batch[0]], GREEDY)
+    assert [r.finish_reason for r in results] == ["error", "error", "length"]

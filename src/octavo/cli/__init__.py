@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from octavo.cli.app import app
     except ImportError as error:
-        print_error(f"the command line needs {error.name}; install it with: pip install 'octavo[models]'")
+        print_error(f"the command line needs {error.name}; install it with: pip install 'octavo[models,cpu]'")
         return 2
     # Typer's newer versions carry a click of their own, older ones import it; both derive this class from it.
     usage_error: type[Exception] = typer.BadParameter.__bases__[0]

@@ -5,6 +5,7 @@ Every answer about support is the code's own: `Backend.supports` and `kernels.un
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -137,12 +138,21 @@ def _cpu_model() -> str:
 
 def backends() -> list[dict[str, Any]]:
     """The kernel families, each asked about its own kind of device; `reason` None: available."""
-    rows: list[dict[str, Any]] = [{"name": "reference", "device": "any", "reason": None}]
+    rows: list[dict[str, Any]] = [{"name": "reference", "device": "any", "reason": None, "note": None}]
     for name in kernels.BACKENDS:
         device = torch.device("cpu" if name == "cpu" else "cuda")
         reason = kernels.unsupported(AttentionSpec(**_SPEC), device, torch.float32, name)
-        rows.append({"name": name, "device": device.type, "reason": reason})
+        rows.append({"name": name, "device": device.type, "reason": reason, "note": _note(name)})
     return rows
+
+
+def _note(backend: str) -> str | None:
+    """How an available family runs here."""
+    if backend != "cpu":
+        return None
+    if importlib.util.find_spec("numba") is not None:
+        return "decode in Numba, prefill in PyTorch"
+    return "all in PyTorch; decode is several times faster with: pip install 'octavo[cpu]'"
 
 
 def support() -> list[dict[str, Any]]:
@@ -225,7 +235,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     console.print(table)
     table = _table("Kernels", "backend", "device", "state")
     for row in facts["backends"]:
-        _row(table, row["name"], row["device"], row["reason"] or "available")
+        _row(table, row["name"], row["device"], row["reason"] or ": ".join(filter(None, ("available", row["note"]))))
     console.print(table)
     table = _table("Support", "device", "option", "served", "not served")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}

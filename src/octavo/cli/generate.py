@@ -137,7 +137,7 @@ def generate(
                 enable_prefix_caching=not no_prefix_cache,
             )
         except ImportError as error:
-            raise CommandError(f"{error}; install it with: pip install 'octavo[models]'") from error
+            raise CommandError(f"{error}; install it with: pip install 'octavo[models,cpu]'") from error
         except ValueError as error:
             raise CommandError(str(error)) from error
     load_seconds = time.perf_counter() - loading_since

@@ -43,10 +43,6 @@ def encode(llm: LLM, text: str, system: str | None, chat: bool) -> Prompt | Requ
     """A prompt as the engine reads it (a chat's tokens, or the text itself), or why it cannot be one."""
     if not text:
         return RequestError("the prompt is empty; give it at least one character")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8 arrive as half characters
-        return RequestError(f"the prompt is no UTF-8 text: {text!r}")
     if not chat:
         return text
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -165,7 +165,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         for seconds, since in ((s.time_to_first_token, "call"), (s.start_to_first_token, "program's start"))
         if seconds is not None
     ]
-    cached = f", {s.num_cached_tokens} more found in the prefix cache" if s.num_cached_tokens else ""
+    cached = f", {s.num_cached_tokens} more found in the prefix cache"
     rows = {
         "prompt": f"{s.num_prompt_tokens} tokens, {s.prompt_tokens_per_second:.1f} a second{cached}",
         "generated": f"{s.num_generated_tokens} tokens, {s.generated_tokens_per_second:.1f} a second",

@@ -46,7 +46,7 @@ class PagedLayer:
         """
         plan = self.step.plan
         if plan is None:
-            raise RuntimeError("the model runs inside an engine: call LLM.generate, not the model itself")
+            raise RuntimeError("call LLM.generate (of the newest LLM made on this model), not the model itself")
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         self.impl.update_cache(k, v, self.cache, plan)
         self.impl.forward(q, None, None, self.cache, plan, out)

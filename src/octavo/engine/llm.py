@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,23 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        KVFormat.parse(kv_format, torch.float32)  # a wrong name should not wait for the model
+        # What is wrong without the model should not wait for the model.
+        KVFormat.parse(kv_format, torch.float32)
+        sizes = {
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_bytes": kv_cache_bytes,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+        }
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if max_model_len is not None and max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2 (a prompt and an answer), got {max_model_len}")
+        if num_blocks is not None and kv_cache_bytes is not None:
+            raise ValueError("num_blocks and kv_cache_bytes both size the cache; give one of them")
+        _check_model_arguments(model, dtype, device, tokenizer)
         self.model: PreTrainedModel
         self.tokenizer: PreTrainedTokenizerBase | None
         self.model_path: Path | None
@@ -130,6 +147,9 @@ class LLM:
         A prompt that cannot be served raises RequestError if it is given alone; in a list its result says
         so (finish_reason "error", `.error`) and the others go on.
 
+        A step that fails (the model raises) fails the call: its own prompts end with the error, the others of
+        the call are aborted, and the engine can be used again.
+
         Args:
             prompts: text or token ids, or a list of them.
             params: for all prompts, or one per prompt; None: greedy, SamplingParams().
@@ -151,6 +171,9 @@ class LLM:
         """
         alone = _is_one_prompt(prompts)
         batch: Sequence[Any] = [prompts] if alone else prompts
+        for one in params if isinstance(params, (list, tuple)) else [params]:
+            if one is not None and not isinstance(one, SamplingParams):
+                raise TypeError(f"params must be SamplingParams, got {type(one).__name__}")
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(batch)
         elif len(params) == len(batch):
@@ -170,10 +193,12 @@ class LLM:
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError("the model has no chat template; give it plain text")
+        for message in messages:
+            _check_text(message.get("content") if isinstance(message, dict) else message)
         try:
             encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        except TemplateError as error:
-            raise RequestError(f"the model's chat template refuses the conversation: {error}") from error
+        except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise RequestError(f"the model's chat template refuses the conversation {messages!r}: {error}") from error
         ids: list[int] = encoded["input_ids"]
         return ids
 
@@ -220,11 +245,12 @@ class LLM:
                 raise RequestError("the prompt is empty; give it at least one character")
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; give token ids, or LLM(tokenizer=...)")
+            _check_text(prompt)
             ids: list[int] = self.tokenizer(prompt)["input_ids"]
             return ids
         try:
-            ids = [int(token) for token in prompt]
-        except (TypeError, ValueError) as error:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
             raise RequestError(f"a prompt is text or a list of token ids, got {prompt!r}") from error
         outside = [token for token in ids if not 0 <= token < self._vocab_size]
         if outside:
@@ -307,8 +333,31 @@ class LLM:
         )
 
 
+def _check_text(text: Any) -> None:
+    """Refuse what a tokenizer cannot read: no text, or text with half characters in it."""
+    if not isinstance(text, str):
+        raise RequestError(f"a message is a role and a text, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is no UTF-8 text: {text!r}") from error
+
+
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or bool(len(prompts) and isinstance(prompts[0], int))
+    """Whether this is text or token ids (also as a 1-D array), rather than a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0
+
+
+def _check_model_arguments(model: Any, dtype: Any, device: Any, tokenizer: Any) -> None:
+    """Refuse what a model that is loaded already, or one that is still to be loaded, cannot take."""
+    if isinstance(model, PreTrainedModel):
+        given = [name for name, value in (("dtype", dtype), ("device", device)) if value not in ("auto", None)]
+        if given:
+            raise ValueError(f"{' and '.join(given)} belong to a model that is still to be loaded; convert this one")
+    elif tokenizer is not None:
+        raise ValueError("tokenizer belongs to a loaded model; a named model brings its own")
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -103,8 +103,11 @@ def _run_one_token(model: PreTrainedModel) -> list[tuple[nn.Module, _Record]]:
         if model.config.get_text_config()._attn_implementation != PROBE:
             raise ModelError(f"{type(model).__name__} does not let its attention be replaced")
         one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        with torch.inference_mode():
-            model(input_ids=one, position_ids=one, use_cache=False)
+        try:
+            with torch.inference_mode():
+                model(input_ids=one, position_ids=one, use_cache=False)
+        except Exception as error:  # a model's own code may fail in any way
+            raise ModelError(f"{type(model).__name__} cannot run one token as serving would: {error}") from error
         recorded = [(m, getattr(m, _RECORD)) for m in model.modules() if hasattr(m, _RECORD)]
     finally:
         for module in model.modules():

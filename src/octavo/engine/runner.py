@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -102,6 +103,16 @@ class ModelRunner:
             },
         )
         self._keeps_chosen_logits = model._supports_logits_to_keep()
+        for layer, cache in {(x.spec, c.k_cache.dtype): (x, c) for x, c in zip(layers, caches, strict=True)}.values():
+            self._warm_up(layer, cache)
+
+    def _warm_up(self, layer: ProbedLayer, cache: LayerCache) -> None:
+        """Let kernels compile before the first request: one row against one key of an empty cache."""
+        plan = self._builder.build(0, AttentionBatch.from_lengths([1], [1], [[0]], device=self.model.device))
+        like = {"dtype": self.model.dtype, "device": self.model.device}
+        q = torch.zeros(1, layer.spec.num_q_heads, layer.spec.head_dim, **like)
+        out = torch.zeros(1, layer.spec.num_q_heads, layer.spec.v_dim, **like)
+        Impl(layer.spec, sinks=layer.sinks).forward(q, None, None, cache, plan, out)
 
     @property
     def bytes_per_token(self) -> float:
@@ -185,5 +196,9 @@ def _common_prefix_len(chunks: Sequence[ScheduledChunk], block_size: int) -> int
 
 
 def _free_memory() -> int:
-    """Bytes of physical memory that are free now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that programs can have now; where the system does not say, half of what is built in."""
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -20,7 +20,7 @@ __all__ = ["append", "attend", "merge"]
 
 try:
     from octavo.kernels.cpu.few_rows import attend_few_rows
-except ImportError as error:
+except (ImportError, RuntimeError) as error:  # RuntimeError: Numba finds no place for its compiled code
     HAS_NUMBA = False
     warnings.warn(
         f"decode runs in plain PyTorch, several times slower than in Numba ({error}); pip install 'octavo[cpu]'",

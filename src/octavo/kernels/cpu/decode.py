@@ -1,10 +1,9 @@
 """Attention for few rows a sequence, straight from the pages, in Numba.
 
 Decode is bound by reading K and V, so each is read once: tiles of keys outside, KV heads inside, and the next
-head's rows asked for while this head's are worked on (worth a factor of almost two: pages lie anywhere, so the
-hardware does not guess them). Four query heads of a group share each K row; their scores lie as [key][4 heads],
-two keys a vector. Only keys inside a row's own interval are touched, so nothing needs a mask. The softmax runs in
-powers of two.
+head's rows asked for while this head's are worked on (pages lie anywhere, so the hardware does not guess them).
+Four query heads of a group share each K row; their scores lie as [key][4 heads], two keys a vector. Only keys
+inside a row's own interval are touched, so nothing needs a mask. The softmax runs in powers of two.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
 SMALL = 1 << 21
-"""Bytes of K and V below which one thread is faster than waking another (50 us)."""
+"""Bytes of K and V below which one thread is faster than waking another."""
 
 MAX_ITEM_ROWS = 8
 """Rows of an item: so many accumulators stay in the second-level cache."""
@@ -94,7 +94,7 @@ def attend_few_rows(
         )
 
     moved = num_keys * spec.num_kv_heads * (spec.head_dim + spec.v_dim) * size
-    _WORKERS.run(work, 1 if moved < SMALL else len(items))
+    _WORKERS.run(work, 1 if moved < SMALL else min(torch.get_num_threads(), len(items)))
     if out is state.out:
         return
     written = torch.from_numpy(step.rows)[_rows_of(items)]

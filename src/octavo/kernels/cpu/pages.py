@@ -1,7 +1,7 @@
 """Pages as a matrix of rows.
 
 In every page that we lay out, the rows of K (or V) stand at multiples of their width, so that all rows of all
-pages are rows of one matrix, and PyTorch's row operations reach them: five times faster than indexing does.
+pages are rows of one matrix, and `index_select` reaches them: 198 us where indexing takes 975 us (docs/measured.md).
 """
 
 from __future__ import annotations

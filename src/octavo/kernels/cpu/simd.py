@@ -1,8 +1,10 @@
 """Vectors of eight floats for Numba: a type, and operations that are one LLVM instruction or a few.
 
-Numba's own loops vectorise dot products badly (a third of what follows). With these, a kernel is ordinary Python
-that names its registers. Pointers are int64 addresses: an address that Numba takes for unsigned would become a
-double when a signed offset is added, so addresses enter kernels as `np.int64`.
+Numba's own loops vectorise dot products badly. With these, a kernel is ordinary Python that names its registers.
+Pointers are int64 addresses: an address that Numba takes for unsigned would become a double when a signed offset
+is added, so addresses enter kernels as `np.int64`.
+
+Numba keeps compiled kernels by the date of the kernel's own file: after a change here, touch `decode.py`.
 """
 
 from __future__ import annotations

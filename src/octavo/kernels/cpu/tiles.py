@@ -6,7 +6,7 @@ one page size, so it is worked out once and kept with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,9 @@ MAX_BATCHED_ROWS = 8
 
 MAX_SCORES = 1 << 22
 """Scores (heads x rows x keys) held at a time: 16 MB in float32."""
+
+MAX_KEPT = 1 << 23
+"""Rows times keys of a launch up to which its tiles are kept for the step's other layers: 40 MB of masks."""
 
 INVARIANT_CHUNK = 512
 """Keys of a chunk in the batch-invariant mode, where matrix products must have the same shape every time."""
@@ -79,20 +82,26 @@ class Tile:
             x[self.span] = value.flatten(0, 1)
 
 
-def tiles(spec: AttentionSpec, plan: Plan, launch: Launch, few_rows: int) -> list[Tile]:
-    """The tiles of a launch for layers with this spec's mask; worked out once a step. Sequences with at most
-    few_rows rows are left out."""
+def tiles(spec: AttentionSpec, plan: Plan, launch: Launch, few_rows: int) -> Iterable[Tile]:
+    """The tiles of a launch for layers with this spec's mask; sequences with at most few_rows rows are left out.
+
+    They are worked out once a step, unless keeping them would take much memory.
+    """
     mask = (spec.causal, spec.window_left, spec.window_right)
     key = ("tiles", launch.first_state, *mask, spec.num_q_heads, few_rows)
-    found = plan.memo.get(key)
-    if found is None:
-        found = plan.memo[key] = [
-            make_tile(spec, plan, launch, rows, seqs, split)
-            for rows, seqs in _rows(launch, plan.batch_invariant, few_rows)
-            for split in range(launch.num_splits)
-        ]
-    assert isinstance(found, list)
-    return found
+    found: list[Tile] | None = plan.memo.get(key)
+    if found is not None:
+        return found
+    made = (
+        make_tile(spec, plan, launch, rows, seqs, split)
+        for rows, seqs in _rows(launch, plan.batch_invariant, few_rows)
+        for split in range(launch.num_splits)
+    )
+    lens, rows_of_seq = launch.kv_splits[:, -1] - launch.kv_splits[:, 0], launch.query_start_loc.diff()
+    if int((lens.long() * rows_of_seq).sum()) > MAX_KEPT:
+        return made
+    kept = plan.memo[key] = list(made)
+    return kept
 
 
 def make_tile(spec: AttentionSpec, plan: Plan, launch: Launch, rows: Tensor, seqs: Tensor, split: int) -> Tile:

@@ -1,16 +1,14 @@
 """Threads of our own for kernels that run without the GIL.
 
 Numba's thread layers would load a second OpenMP beside PyTorch's and change its settings; these threads know of
-neither. Their number follows `torch.get_num_threads()`.
+neither.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-import torch
+from concurrent.futures import ThreadPoolExecutor, wait
 
 
 class Workers:
@@ -27,9 +25,8 @@ class Workers:
     def _forget(self) -> None:
         self._pool = None
 
-    def run(self, work: Callable[[], None], num_tasks: int) -> None:
-        """Call `work` on as many threads as torch uses, at most num_tasks; return when all are done."""
-        threads = min(torch.get_num_threads(), num_tasks)
+    def run(self, work: Callable[[], None], threads: int) -> None:
+        """Call `work` on so many threads; return when all are done."""
         if threads <= 1:
             work()
             return
@@ -39,5 +36,6 @@ class Workers:
         try:
             work()
         finally:
+            wait(others)  # all of them: they write into the caller's memory
             for other in others:
                 other.result()
