@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from .errors import ModelError
-from .gguf import GGUFFile, TensorInfo
-from .gguf_config import Architecture, Config, architecture_of, model_config, token_ids
-from .gguf_tokenizer import stop_token_ids, write_tokenizer
+from octavo.engine.errors import ModelError
+from octavo.engine.gguf import GGUFFile, TensorInfo
+from octavo.engine.gguf_config import Architecture, Config, architecture_of, model_config, token_ids
+from octavo.engine.gguf_tokenizer import stop_token_ids, write_tokenizer
 
 _FORMAT = 1  # raise it when the conversion changes: folders that an older one wrote are not used any more
 _SAMPLE = 1 << 20  # bytes of each end of the file that go into the key

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .errors import ModelError
+from octavo.engine.errors import ModelError
 
 MetadataValue: TypeAlias = "bool | int | float | str | list[str] | np.ndarray"
 

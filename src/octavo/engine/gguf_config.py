@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ModelError
-from .gguf import GGUFFile
+from octavo.engine.errors import ModelError
+from octavo.engine.gguf import GGUFFile
 
 Config = dict[str, Any]  # what json.dump writes
 

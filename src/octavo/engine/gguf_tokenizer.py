@@ -25,8 +25,8 @@ from tokenizers import (
     processors,
 )
 
-from .errors import ModelError
-from .gguf import GGUFFile
+from octavo.engine.errors import ModelError
+from octavo.engine.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .convert import convert
-from .errors import ModelError
-from .gguf_tokenizer import read_tokenizer
-from .packaged import PACKAGED, fetch
+from octavo.engine.convert import convert
+from octavo.engine.errors import ModelError
+from octavo.engine.gguf_tokenizer import read_tokenizer
+from octavo.engine.packaged import PACKAGED, fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from .errors import ModelError
+from octavo.engine.errors import ModelError
 
 _BLOCK = 1 << 20  # bytes read at a time
 
