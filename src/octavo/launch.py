@@ -130,7 +130,7 @@ class Plan:
         num_states: partial results per row; 1: the launch writes the final result.
         block_size: rows of a page.
         num_blocks: blocks of the cache that the tables were made for; None: not known.
-        workspace: where partial results live when num_states > 1.
+        workspace: where partial results live when num_states > 1, and kernels keep what they need for a moment.
         shard: which keys this rank holds.
         batch_invariant: a row's bits may depend on its own keys only.
         check: tables are compared with the cache (reads tensors, so on a GPU it waits).

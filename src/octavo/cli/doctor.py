@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,12 +128,10 @@ def _instruction_sets() -> list[str]:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError):  # not every system has the file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -152,7 +151,7 @@ def _note(backend: str) -> str | None:
         return None
     if importlib.util.find_spec("numba") is not None:
         return "decode in Numba, prefill in PyTorch"
-    return "all in PyTorch; decode is several times faster with: pip install 'octavo[cpu]'"
+    return "all in PyTorch; decode is faster in Numba: pip install 'octavo[cpu]'"
 
 
 def support() -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Read a GGUF file: its metadata, its tensor table, and its tensors as float32 arrays.
 
-The header is parsed here over one memory map, in a fraction of a second; the `gguf` package's reader
-touches every vocabulary string several times, which takes tens of seconds for a large vocabulary.
+The header is parsed here over one memory map; the `gguf` package's reader touches every vocabulary string
+several times, which makes it slow for a large vocabulary.
 Dequantisation is that package's own: it is vectorised, and it comes from the format's authors.
 
 Everything in the header is checked when the file is opened, so that a truncated download is refused before

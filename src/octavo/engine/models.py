@@ -75,8 +75,7 @@ def load(
     """Load `model` (see `resolve`) and its tokenizer.
 
     `dtype` is "auto", a name in `DTYPES` or one of their values. "auto" is the checkpoint's own, but
-    float32 on a CPU: common ones have no 16-bit matrix product, and run a 16-bit model several times slower
-    than float32.
+    float32 on a CPU: common ones have no native 16-bit matrix product.
 
     Raises ModelError if the model cannot be found, read or held by `device`, or if its weights are
     incomplete.

@@ -23,7 +23,7 @@ try:
 except (ImportError, RuntimeError) as error:  # RuntimeError: Numba finds no place for its compiled code
     HAS_NUMBA = False
     warnings.warn(
-        f"decode runs in plain PyTorch, several times slower than in Numba ({error}); pip install 'octavo[cpu]'",
+        f"decode runs in plain PyTorch, which is slower than Numba ({error}); pip install 'octavo[cpu]'",
         RuntimeWarning,
         stacklevel=2,
     )

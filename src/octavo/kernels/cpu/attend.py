@@ -1,7 +1,7 @@
 """Attention over pages in plain PyTorch: correct for every feature, fast enough for small models.
 
 Scores, probabilities and sums are float32 whatever the dtypes of q and of the cache. Keys and scores live in
-the plan's scratch memory: fresh memory of this size costs a page fault every 4 KiB, more than the arithmetic.
+the plan's scratch memory: fresh memory of this size costs a page fault every 4 KiB.
 """
 
 from __future__ import annotations
