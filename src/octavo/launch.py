@@ -7,13 +7,16 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.checks import check_block_table, check_device, check_index
 from octavo.spec import KVShard
+
+if TYPE_CHECKING:
+    from octavo.cache import LayerCache
 
 
 class State(NamedTuple):
@@ -27,6 +30,21 @@ class State(NamedTuple):
 
     out: Tensor
     lse: Tensor | None
+
+
+class Operands(NamedTuple):
+    """What a layer brings to a launch.
+
+    q: [>= num_tokens, num_q_heads, head_dim] of any float dtype, last dimension contiguous.
+    cache: the layer's pages.
+    alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
+    sinks: [num_q_heads] float32, given iff the launch writes the final result of a layer with sinks.
+    """
+
+    q: Tensor
+    cache: LayerCache
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from octavo import kernels
 from octavo.cache import LayerCache
 from octavo.checks import check_block_table, check_device, check_index, check_optional_tensors, check_tensors
 from octavo.errors import Unsupported
-from octavo.launch import Plan, State
+from octavo.launch import Operands, Plan, State
 from octavo.spec import AttentionSpec
 
 
@@ -79,17 +79,18 @@ def run(
     check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks)
     family = kernels.select(spec, q.device, q.dtype)
     n = plan.num_tokens
+    operands = Operands(q, cache, alibi_slopes, sinks)
     result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
     if plan.num_states <= 1:
         for launch in plan.launches:
-            family.attend(spec, plan, launch, q, cache, result, alibi_slopes, sinks)
+            family.attend(spec, plan, launch, operands, result)
         return
     parts = plan.workspace.states(plan.num_states, n, spec.num_q_heads, spec.v_dim)
     assert parts.lse is not None
     parts.lse.fill_(-torch.inf)  # a row that a launch leaves out has an empty part there
     for launch in plan.launches:
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
-        family.attend(spec, plan, launch, q, cache, State(parts.out[mine], parts.lse[mine]), alibi_slopes, None)
+        family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]))
     family.merge(parts, sinks, result, plan.launches[-1].query_start_loc)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import Unsupported
-from octavo.launch import Launch, Plan, State
+from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ class Kernels(Protocol):
         spec: AttentionSpec,
         plan: Plan,
         launch: Launch,
-        q: Tensor,
-        cache: LayerCache,
+        operands: Operands,
         state: State,
-        alibi_slopes: Tensor | None,
-        sinks: Tensor | None,
     ) -> None:
         """Run one launch: state.out [num_splits, ...] and state.lse, of the launch's own splits."""
 

@@ -6,34 +6,26 @@ the plan's scratch memory: fresh memory of this size costs a page fault every 4 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.merge import merge
 from octavo.kernels.cpu.pages import as_matrix, row_strides
 from octavo.kernels.cpu.tiles import Chunk, Tile, make_tile, tiles
-from octavo.launch import Launch, Plan, State
+from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from octavo.cache import LayerCache
 
 
 def attend_tiles(
     spec: AttentionSpec,
     plan: Plan,
     launch: Launch,
-    q: Tensor,
-    cache: LayerCache,
+    operands: Operands,
     state: State,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
     few_rows: int,
 ) -> None:
     """Run the launch's sequences with more than few_rows rows; arguments as in `attend`."""
-    layer = _Layer(spec, plan, cache, q, alibi_slopes)
+    layer, sinks = _Layer(spec, plan, operands), operands.sinks
     for tile in tiles(spec, plan, launch, few_rows):
         out, lse = layer.attend(tile)
         if not out.sum().isfinite():
@@ -48,14 +40,10 @@ def attend_tiles(
 class _Layer:
     """One layer's tensors during a launch."""
 
-    def __init__(
-        self, spec: AttentionSpec, plan: Plan, cache: LayerCache, q: Tensor, alibi_slopes: Tensor | None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, plan: Plan, operands: Operands) -> None:
         self.spec = spec
         self.plan = plan
-        self.cache = cache
-        self.q = q
-        self.alibi_slopes = alibi_slopes
+        self.operands = operands
 
     def attend(self, tile: Tile, careful: bool = False) -> tuple[Tensor, Tensor]:
         """A tile against its keys, by online softmax over its chunks.
@@ -69,14 +57,14 @@ class _Layer:
         """
         spec, (n, rows) = self.spec, tile.rows.shape
         batch, packed = n * spec.num_kv_heads, rows * spec.group_size
-        q = tile.take(self.q).float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        q = tile.take(self.operands.q).float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
         q = (q.transpose(1, 2) * spec.scale).reshape(batch, packed, spec.head_dim)
         m = q.new_full((batch, packed, 1), -torch.inf)
         may_be_empty = tile.some_see_nothing or len(tile.chunks) > 1
         l, acc = torch.zeros_like(m), q.new_zeros(batch, packed, spec.v_dim)
         for i, chunk in enumerate(tile.chunks):
-            scores = self._scores(tile, chunk, q, self._gather("k", self.cache.k_cache, chunk))
-            v = self._gather("v", self.cache.v_cache, chunk)
+            scores = self._scores(tile, chunk, q, self._gather("k", self.operands.cache.k_cache, chunk))
+            v = self._gather("v", self.operands.cache.v_cache, chunk)
             if careful:  # 0 * NaN and NaN - inf are NaN
                 hidden = ~chunk.visible
                 scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
@@ -130,14 +118,14 @@ class _Layer:
         scores = scores.view(n, spec.num_kv_heads, rows, spec.group_size, -1)
         if spec.logits_soft_cap is not None:
             scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
-        if self.alibi_slopes is not None:
+        if self.operands.alibi_slopes is not None:
             position = self.plan.shard.global_position(chunk.j)
             distance = (position[:, None] - tile.positions.unsqueeze(-1)).float()  # [n, rows, width]
             if spec.alibi == "sqrt":
                 distance = -distance.abs().sqrt()
             elif not spec.causal:
                 distance = -distance.abs()
-            slopes = self.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size, 1)
+            slopes = self.operands.alibi_slopes.view(spec.num_kv_heads, 1, spec.group_size, 1)
             scores.add_(slopes * distance[:, None, :, None])
         return scores
 

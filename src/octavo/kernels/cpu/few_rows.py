@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,8 @@ from torch import Tensor
 from octavo.kernels.cpu import decode
 from octavo.kernels.cpu.merge import merge
 from octavo.kernels.cpu.workers import Workers
-from octavo.launch import Launch, Plan, State
+from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from octavo.cache import LayerCache
 
 SMALL = 1 << 21
 """Bytes of K and V below which one thread is faster than waking another."""
@@ -33,17 +30,15 @@ def attend_few_rows(
     spec: AttentionSpec,
     plan: Plan,
     launch: Launch,
-    q: Tensor,
-    cache: LayerCache,
+    operands: Operands,
     state: State,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
     max_rows: int | None,
 ) -> None:
     """Run the launch's sequences with at most max_rows rows (None: all); arguments as in `attend`."""
     items, step, num_keys = _items(spec, plan, launch, max_rows)
     if not len(items):
         return
+    q, cache, alibi_slopes, sinks = operands
     q = q.float()
     out, lse = state
     # In the invariant mode the sink joins by the same arithmetic whether the plan has one state or more.
