@@ -16,7 +16,7 @@ import torch
 import octavo
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, Problem, build
-from octavo.kernels.cpu import few_rows
+from octavo.kernels.cpu import compiled
 from octavo.kernels.cpu.workers import Workers
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention, assert_same_bits, assert_within
@@ -27,7 +27,7 @@ SPEC = AttentionSpec(8, 4, 32, window_left=200)
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two threads even for small problems; torch's own setting is put back."""
-    monkeypatch.setattr(few_rows, "SMALL", 0)
+    monkeypatch.setattr(compiled, "SMALL", 0)
     torch.set_num_threads(2)
     yield
     assert torch.get_num_threads() == 2, "the kernel changed torch's number of threads"

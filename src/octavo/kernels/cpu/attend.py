@@ -22,11 +22,10 @@ def attend_tiles(
     launch: Launch,
     operands: Operands,
     state: State,
-    few_rows: int,
 ) -> None:
-    """Run the launch's sequences with more than few_rows rows; arguments as in `attend`."""
+    """Run one launch; arguments as in `kernels.cpu.attend`."""
     layer, sinks = _Layer(spec, plan, operands), operands.sinks
-    for tile in tiles(spec, plan, launch, few_rows):
+    for tile in tiles(spec, plan, launch):
         out, lse = layer.attend(tile)
         if not out.sum().isfinite():
             out, lse = layer.attend_carefully(launch, tile)

@@ -82,19 +82,19 @@ class Tile:
             x[self.span] = value.flatten(0, 1)
 
 
-def tiles(spec: AttentionSpec, plan: Plan, launch: Launch, few_rows: int) -> Iterable[Tile]:
-    """The tiles of a launch for layers with this spec's mask; sequences with at most few_rows rows are left out.
+def tiles(spec: AttentionSpec, plan: Plan, launch: Launch) -> Iterable[Tile]:
+    """The tiles of a launch for layers with this spec's mask.
 
     They are worked out once a step, unless keeping them would take much memory.
     """
     mask = (spec.causal, spec.window_left, spec.window_right)
-    key = ("tiles", launch.first_state, *mask, spec.num_q_heads, few_rows)
+    key = ("tiles", launch.first_state, *mask, spec.num_q_heads)
     found: list[Tile] | None = plan.memo.get(key)
     if found is not None:
         return found
     made = (
         make_tile(spec, plan, launch, rows, seqs, split)
-        for rows, seqs in _rows(launch, plan.batch_invariant, few_rows)
+        for rows, seqs in _rows(launch, plan.batch_invariant)
         for split in range(launch.num_splits)
     )
     lens, rows_of_seq = launch.kv_splits[:, -1] - launch.kv_splits[:, 0], launch.query_start_loc.diff()
@@ -137,7 +137,7 @@ def make_tile(spec: AttentionSpec, plan: Plan, launch: Launch, rows: Tensor, seq
     return Tile(rows, span, seqs, split, positions, not bool(sees.all()), tuple(chunks))
 
 
-def _rows(launch: Launch, one_row: bool, few_rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(launch: Launch, one_row: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Query rows [n, rows_per_seq] and launch sequences [n] of each tile: neighbours with few rows together, a
     long sequence in pieces."""
     starts = launch.query_start_loc.tolist()
@@ -147,7 +147,7 @@ def _rows(launch: Launch, one_row: bool, few_rows: int) -> Iterator[tuple[Tensor
     while first < len(num_keys):
         count = starts[first + 1] - starts[first]
         last = first + 1
-        if count <= few_rows:
+        if count == 0:
             first = last
             continue
         if count <= MAX_BATCHED_ROWS and not one_row:

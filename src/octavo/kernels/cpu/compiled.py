@@ -1,0 +1,230 @@
+"""From a launch to the compiled kernels: items of work, addresses, threads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from octavo.kernels.cpu import decode, native, prefill
+from octavo.kernels.cpu.merge import merge
+from octavo.kernels.cpu.workers import Workers
+from octavo.launch import Launch, Operands, Plan, State
+from octavo.spec import AttentionSpec
+
+FEW_ROWS = 8
+"""Rows up to which a sequence goes to the decode kernel: decode and speculative decode. An item has as many, so
+that its accumulators stay in the second-level cache."""
+
+TILE_ROWS = 96
+"""Rows (tokens x group) of a prefill item: enough to pay for widening its keys, few enough for the cache."""
+
+SMALL = 1 << 21
+"""Bytes of K and V below which one thread is faster than waking another."""
+
+FLOPS_PER_BYTE = 6
+"""Floating-point operations that take as long as reading a byte."""
+
+KINDS = {torch.float32: native.FLOAT32, torch.float16: native.FLOAT16, torch.bfloat16: native.BFLOAT16}
+TAGS = {torch.float32: np.float32, torch.float16: np.int16, torch.bfloat16: np.uint16}
+
+_NOTHING = np.empty(0, np.float32)
+_WORKERS = Workers()
+
+Array = np.ndarray[Any, Any]
+
+
+class Work(NamedTuple):
+    """A launch's work for layers with one mask and head count."""
+
+    rows: native.Rows
+    decode_items: Array  # [n, 6] int64, as decode.work takes them
+    prefill_items: Array  # [n, 5] int64, as prefill.work takes them
+    decode_keys: int  # keys read by the decode items, per KV head
+    prefill_pairs: int  # (row, key) pairs of the prefill items, per query head
+
+
+def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
+    """Run one launch; K and V must be of one dtype."""
+    work = _work(spec, plan, launch)
+    if not len(work.decode_items) and not len(work.prefill_items):
+        return
+    sinks = operands.sinks
+    # In the invariant mode the sink joins by the same arithmetic whether the plan has one state or more.
+    sink_later = sinks is not None and plan.batch_invariant
+    out, lse = state
+    if out.dtype not in KINDS or sink_later:
+        out = plan.workspace.scratch("out", tuple(out.shape), torch.float32)
+    if sink_later:
+        lse = plan.workspace.scratch("lse", tuple(out.shape[:3]), torch.float32)
+        operands = operands._replace(sinks=None)
+    _run(_call(spec, plan, work, operands, State(out, lse)), work, operands.cache.k_cache.dtype)
+    if out is state.out:
+        return
+    written = torch.from_numpy(work.rows.rows)
+    result = State(out[:, written], None if lse is None else lse[:, written])
+    if sink_later:
+        merge(result, sinks, result)
+        if state.lse is not None:
+            assert result.lse is not None
+            state.lse[:, written] = result.lse
+    state.out[:, written] = result.out.to(state.out.dtype)
+
+
+def _call(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state: State) -> native.Call:
+    q, cache, slopes, sinks = operands
+    out, lse = state
+    k, v = cache.k_cache, cache.v_cache
+    tensors = native.Tensors(
+        q.data_ptr(),
+        _bytes(q.stride()[:2], q.element_size()),
+        KINDS[q.dtype],
+        k.data_ptr(),
+        _bytes(k.stride()[:3], k.element_size()),
+        v.data_ptr(),
+        _bytes(v.stride()[:3], v.element_size()),
+        out.data_ptr(),
+        _bytes(out.stride()[:3], out.element_size()),
+        KINDS[out.dtype],
+        0 if lse is None else lse.data_ptr(),
+        (0, 0, 0) if lse is None else _bytes(lse.stride(), 4),
+    )
+    shard = plan.shard
+    shape = native.Shape(
+        spec.num_kv_heads,
+        spec.group_size,
+        spec.head_dim,
+        spec.v_dim,
+        plan.block_size,
+        shard.dcp_world,
+        shard.dcp_rank,
+        shard.interleave,
+    )
+    cap = spec.logits_soft_cap
+    bias = 0 if spec.alibi is None else 3 if spec.alibi == "sqrt" else 1 if spec.causal else 2
+    if cap is None:
+        transforms = native.Transforms(spec.scale * native.LOG2_E, 0.0, bias)
+    else:
+        transforms = native.Transforms(spec.scale / cap, cap * native.LOG2_E, bias)
+    return native.Call(
+        shape,
+        tensors,
+        transforms,
+        work.rows,
+        _NOTHING if slopes is None else (slopes * native.LOG2_E).numpy(),
+        _NOTHING if sinks is None else sinks.contiguous().numpy(),
+    )
+
+
+def _run(call: native.Call, work: Work, dtype: torch.dtype) -> None:
+    """Both kernels' items, on as many threads as they are worth."""
+    tag, facts, shape = TAGS[dtype], native.plain(call), call.shape
+    counters = np.zeros(2, np.int64)
+    redo = np.zeros(len(work.prefill_items), np.bool_)
+    units = _units(shape, work.decode_items)
+    items = work.prefill_items
+    max_rows = int((items[:, 3] - items[:, 2]).max(initial=0))
+
+    def run() -> None:
+        if len(work.decode_items):
+            decode.work(facts, work.decode_items, counters.ctypes.data, units, tag)
+        if len(items):
+            prefill.work(facts, items, counters.ctypes.data + 8, max_rows, redo, tag)
+
+    widths = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * shape.group // FLOPS_PER_BYTE)
+    num_items = len(work.decode_items) + len(items)
+    _WORKERS.run(run, 1 if cost < SMALL else min(torch.get_num_threads(), num_items))
+    if redo.any():
+        _run_alone(call, items[redo], tag)
+
+
+def _run_alone(call: native.Call, items: Array, tag: type) -> None:
+    """Prefill items again, a row at a time: the decode kernel touches only what a row sees."""
+    pieces = [
+        (seq, split, row, min(row + FEW_ROWS, end), head, head + 1)
+        for seq, split, start, end, head in items.tolist()
+        for row in range(start, end, FEW_ROWS)
+    ]
+    array = np.array(pieces, np.int64)
+    decode.work(native.plain(call), array, np.zeros(1, np.int64).ctypes.data, _units(call.shape, array), tag)
+
+
+def _units(shape: native.Shape, items: Array) -> int:
+    """Blocks of four query heads of the largest decode item."""
+    if not len(items):
+        return 0
+    rows, heads = items[:, 3] - items[:, 2], items[:, 5] - items[:, 4]
+    return int((rows * heads).max()) * -(-shape.group // decode.HEADS)
+
+
+def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
+    """What to do, worked out once a step and mask."""
+    mask = (spec.causal, spec.window_left, spec.window_right)
+    key = ("compiled", launch.first_state, *mask, spec.num_kv_heads, spec.group_size)
+    found: Work | None = plan.memo.get(key)
+    if found is None:
+        found = plan.memo[key] = _make_work(spec, plan, launch)
+    return found
+
+
+def _make_work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
+    starts = launch.query_start_loc.tolist()
+    rows = torch.arange(starts[-1]) if launch.rows is None else launch.rows[: starts[-1]]
+    lo, hi = spec.bounds(plan.positions[rows], plan.seq_lens[rows])
+    lo, hi = plan.shard.local_count(lo), plan.shard.local_count(hi)
+    table = plan.block_table if launch.seqs is None else plan.block_table[launch.seqs]
+    facts = (rows, lo, hi, plan.positions[rows], launch.kv_splits, table)
+    seen = (hi - lo).clamp(min=0)
+    few: list[int] = []
+    many: list[int] = []
+    for i, (start, end) in enumerate(pairwise(starts)):
+        # The decode kernel takes every row alone, always in the same order: bits depend on nothing else.
+        if start < end:
+            (few if plan.batch_invariant or end - start <= FEW_ROWS else many).append(i)
+    return Work(
+        native.Rows(*(np.ascontiguousarray(x.numpy()) for x in facts)),
+        _decode_items(spec, launch, starts, few),
+        _prefill_items(spec, launch, starts, many),
+        sum(int(seen[starts[i] : starts[i + 1]].max()) for i in few),
+        sum(int(seen[starts[i] : starts[i + 1]].sum()) for i in many),
+    )
+
+
+def _decode_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs: list[int]) -> Array:
+    pieces = [
+        (i, split, row, min(row + FEW_ROWS, starts[i + 1]))
+        for i in seqs
+        for row in range(starts[i], starts[i + 1], FEW_ROWS)
+        for split in range(launch.num_splits)
+    ]
+    # Few pieces: give the threads a part of the heads each. The longest come first.
+    threads = torch.get_num_threads()
+    parts = min(spec.num_kv_heads, -(-2 * threads // max(len(pieces), 1))) if threads > 1 else 1
+    edges = [spec.num_kv_heads * part // parts for part in range(parts + 1)]
+    lengths = launch.kv_splits.diff().tolist()
+    pieces.sort(key=lambda piece: -lengths[piece[0]][piece[1]])
+    items = [(*piece, a, b) for piece in pieces for a, b in pairwise(edges)]
+    return np.array(items, np.int64).reshape(-1, 6)
+
+
+def _prefill_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs: list[int]) -> Array:
+    tokens = max(1, TILE_ROWS // spec.group_size)
+    pieces = [
+        (i, split, row, min(row + tokens, starts[i + 1]))
+        for i in seqs
+        for row in range(starts[i], starts[i + 1], tokens)
+        for split in range(launch.num_splits)
+    ]
+    # Later rows of a causal sequence see more keys: the longest come first, so that threads end together.
+    lengths = launch.kv_splits.diff().tolist()
+    if spec.causal:
+        pieces.sort(key=lambda piece: starts[piece[0] + 1] - piece[3] - lengths[piece[0]][piece[1]])
+    items = [(*piece, head) for piece in pieces for head in range(spec.num_kv_heads)]
+    return np.array(items, np.int64).reshape(-1, 5)
+
+
+def _bytes(strides: tuple[int, ...], size: int) -> Any:
+    return tuple(stride * size for stride in strides)

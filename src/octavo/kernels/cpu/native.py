@@ -1,0 +1,266 @@
+"""What the compiled kernels are given, and the parts that they share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+from octavo.kernels.cpu.simd import (
+    evens,
+    load_bf16,
+    load_bf16_even,
+    load_bf16_odd,
+    load_f16,
+    load_f32,
+    mul,
+    odds,
+    splat,
+    store,
+    store_bf16,
+    store_f16,
+    store_int,
+    store_one,
+    zip_high,
+    zip_low,
+)
+
+OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+"""How every function here is compiled."""
+
+KERNEL = {**OPTIONS, "cache": True}
+"""How those are compiled that Python calls. They are kept on disk with all that they call. Numba's index of what it
+keeps holds the arguments' types; they must be NumPy's and Python's own, as a class of ours that a later version
+renames could not be read back."""
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
+"""How numbers are stored, where a kernel learns it at run time: q and out, which are touched once."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer, and the shard whose keys are here."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    value_dim: int
+    block_size: int
+    dcp_world: int
+    dcp_rank: int
+    interleave: int
+
+
+class Tensors(NamedTuple):
+    """Addresses, strides in bytes and storage kinds: (row, head) of q, (block, row, head) of pages, (split, row,
+    head) of out and lse. An lse of 0 is not wanted."""
+
+    q: int
+    q_strides: tuple[int, int]
+    q_kind: int
+    k: int
+    k_strides: tuple[int, int, int]
+    v: int
+    v_strides: tuple[int, int, int]
+    out: int
+    out_strides: tuple[int, int, int]
+    out_kind: int
+    lse: int
+    lse_strides: tuple[int, int, int]
+
+
+class Transforms(NamedTuple):
+    """What happens to q k before the softmax, in powers of two.
+
+    score = before * q k; with a soft cap (after != 0) score = after * tanh(score); plus the position bias (0: none,
+    1: slope * (key - row), 2: -slope * |row - key|, 3: -slope * sqrt(|row - key|)).
+    """
+
+    before: float
+    after: float
+    bias: int
+
+
+class Rows(NamedTuple):
+    """A step's rows, by launch row, and its tables, by launch sequence."""
+
+    rows: np.ndarray  # [num_rows] int64 query row
+    lo: np.ndarray  # [num_rows] int32 first local key seen
+    hi: np.ndarray  # [num_rows] int32 end of the local keys seen
+    positions: np.ndarray  # [num_rows] int32
+    kv_splits: np.ndarray  # [n, num_splits + 1] int32
+    block_table: np.ndarray  # [n, max_blocks] int32
+
+
+class Call(NamedTuple):
+    """One launch of one layer. slopes (times log2 e) and sinks: [num_q_heads] float32, or empty."""
+
+    shape: Shape
+    tensors: Tensors
+    transforms: Transforms
+    rows: Rows
+    slopes: np.ndarray
+    sinks: np.ndarray
+
+
+@njit(**OPTIONS)
+def call_of(facts):
+    """A call from its plain tuples, as `plain` made them."""
+    shape, tensors, transforms, rows, slopes, sinks = facts
+    return Call(Shape(*shape), Tensors(*tensors), Transforms(*transforms), Rows(*rows), slopes, sinks)
+
+
+def plain(call: Call) -> tuple[Any, ...]:
+    """A call as tuples of Python's own."""
+    return tuple(tuple(part) if isinstance(part, tuple) else part for part in call)
+
+
+def load(address: int, tag: type) -> Any:
+    """Eight stored numbers as float32; the tag, a NumPy scalar type, says at compile time how they are stored:
+    float32, int16 for float16, uint16 for bfloat16."""
+
+
+@overload(load, inline="always")
+def _load(address, tag):
+    by_tag = {types.float32: load_f32, types.int16: load_f16, types.uint16: load_bf16}[tag.dtype]
+
+    return lambda address, tag: by_tag(address)
+
+
+def load_pair(address: int, tag: type) -> Any:
+    """Sixteen stored numbers as two vectors: halves, or for bfloat16 the even and the odd ones, which cost less."""
+
+
+@overload(load_pair, inline="always")
+def _load_pair(address, tag):
+    if tag.dtype == types.uint16:
+        return lambda address, tag: (load_bf16_even(address), load_bf16_odd(address))
+    one, size = (load_f32, 32) if tag.dtype == types.float32 else (load_f16, 16)
+
+    return lambda address, tag: (one(address), one(address + size))
+
+
+def size_of(tag: type) -> int:
+    """Bytes of a stored number."""
+    return np.dtype(tag).itemsize
+
+
+@overload(size_of, inline="always")
+def _size_of(tag):
+    size = tag.dtype.bitwidth // 8
+    return lambda tag: size
+
+
+def to_pair(x: Any, y: Any, tag: type) -> Any:
+    """Two halves of sixteen numbers as `load_pair` would have them."""
+
+
+@overload(to_pair, inline="always")
+def _to_pair(x, y, tag):
+    if tag.dtype == types.uint16:
+        return lambda x, y, tag: (evens(x, y), odds(x, y))
+    return lambda x, y, tag: (x, y)
+
+
+def from_pair(x: Any, y: Any, tag: type) -> Any:
+    """The two halves of sixteen numbers that `load_pair` brought."""
+
+
+@overload(from_pair, inline="always")
+def _from_pair(x, y, tag):
+    if tag.dtype == types.uint16:
+        return lambda x, y, tag: (zip_low(x, y), zip_high(x, y))
+    return lambda x, y, tag: (x, y)
+
+
+@njit(**OPTIONS)
+def load_kind(address, kind):
+    """Eight numbers of a kind known at run time, as float32."""
+    if kind == FLOAT32:
+        return load_f32(address)
+    if kind == FLOAT16:
+        return load_f16(address)
+    return load_bf16(address)
+
+
+@njit(**OPTIONS)
+def store_kind(address, x, kind):
+    """Eight numbers to memory, in a kind known at run time."""
+    if kind == FLOAT32:
+        store(address, x)
+    elif kind == FLOAT16:
+        store_f16(address, x)
+    else:
+        store_bf16(address, x)
+
+
+@njit(**OPTIONS)
+def bytes_of(kind):
+    return 4 if kind == FLOAT32 else 2
+
+
+@njit(**OPTIONS)
+def find_rows(table, block_size, first, count, base, strides, addresses):
+    """Where the rows of keys first, first + 1, ... lie, head 0: [count] int64 at `addresses`.
+
+    Args:
+        table: [max_blocks] int32 of the sequence.
+        base, strides: of the pages, in bytes.
+    """
+    page = first // block_size
+    offset = first - page * block_size
+    while count > 0:
+        row = base + np.int64(table[page]) * strides[0] + offset * strides[1]
+        run = min(count, block_size - offset)
+        for _ in range(run):
+            store_int(addresses, row)
+            row += strides[1]
+            addresses += 8
+        count -= run
+        page += 1
+        offset = 0
+
+
+@njit(**OPTIONS)
+def key_position(j, shape):
+    """Global position of local key j."""
+    run = j // shape.interleave
+    return (run * shape.dcp_world + shape.dcp_rank) * shape.interleave + j - run * shape.interleave
+
+
+@njit(**OPTIONS)
+def sink_of(call, head):
+    """A head's sink, in powers of two; -inf, which changes nothing, where the launch has none."""
+    return call.sinks[head] * np.float32(LOG2_E) if len(call.sinks) > 0 else np.float32(-np.inf)
+
+
+@njit(**OPTIONS)
+def finish(tensors, head, row, split, m, l, sink, acc, value_dim):
+    """Write one head's output and LSE.
+
+    Args:
+        m, l: largest score, in powers of two, and the sum of weights.
+        acc: address of the weighted sum of values, [value_dim] float32.
+    """
+    scale, top = np.float32(1), max(m, sink)
+    if top > m:
+        scale = np.float32(2.0 ** (m - top))
+        l *= scale
+    if sink > -np.inf:
+        l += np.float32(2.0 ** (sink - top))
+    factor = splat(scale / l if l != 0 else np.float32(0))
+    size = bytes_of(tensors.out_kind)
+    out = tensors.out + split * tensors.out_strides[0] + row * tensors.out_strides[1] + head * tensors.out_strides[2]
+    for d in range(0, value_dim, 8):
+        store_kind(out + d * size, mul(factor, load_f32(acc + d * 4)), tensors.out_kind)
+    if tensors.lse != 0:
+        lse = (
+            tensors.lse + split * tensors.lse_strides[0] + row * tensors.lse_strides[1] + head * tensors.lse_strides[2]
+        )
+        value = (top + math.log2(l)) * LN_2 if l != 0 else -np.inf
+        store_one(lse, np.float32(value))

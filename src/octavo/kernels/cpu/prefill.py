@@ -1,0 +1,418 @@
+"""Attention for many rows a sequence, in Numba: tiles of query rows against tiles of keys.
+
+An item is one KV head's query rows of some tokens: rows of a tile are tokens x group, so that a group shares each
+key. A tile of keys is widened to float32 once, K as columns, and met by six rows at a time, two vectors of keys
+(or of value numbers) wide: twelve accumulators, the two vectors and a broadcast fill sixteen registers. Six rows
+meet only the keys that one of them sees.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from octavo.kernels.cpu.native import (
+    KERNEL,
+    OPTIONS,
+    bytes_of,
+    call_of,
+    find_rows,
+    finish,
+    key_position,
+    load,
+    load_kind,
+    sink_of,
+    size_of,
+)
+from octavo.kernels.cpu.simd import (
+    WIDE,
+    absolute,
+    add,
+    exp2,
+    fetch_add,
+    fma,
+    keep_lanes,
+    load_f32,
+    load_int,
+    load_one,
+    load_splat_wide,
+    load_wide,
+    maximum,
+    mul,
+    peak,
+    prefetch,
+    root,
+    splat,
+    splat_wide,
+    store,
+    store_one,
+    store_transposed,
+    sub,
+    tanh,
+    total,
+)
+
+KEYS = 64
+"""Keys of a tile."""
+
+GROUP = 6
+"""Rows that meet keys together."""
+
+_LINE = KEYS * 4  # bytes of a row of scores, or of one dimension of the keys
+_STEP = WIDE * 4  # bytes of a vector
+
+
+@njit(**OPTIONS)
+def _scores(q, k, s, start, end, head_dim):
+    """s[row][key] = q[row] . k[:, key] for six rows and keys start to end - 1, multiples of two vectors.
+
+    Args:
+        q: six rows [head_dim] float32; k: [head_dim][KEYS] float32; s: six rows [KEYS] float32.
+    """
+    width = head_dim * 4
+    for c in range(start * 4, end * 4, 2 * _STEP):
+        a, a_ = splat_wide(np.float32(0)), splat_wide(np.float32(0))
+        b, b_, c0, c1, d, d_, e, e_, f, f_ = a, a, a, a, a, a, a, a, a, a
+        column, row = k + c, q
+        for _ in range(head_dim):
+            x, y = load_wide(column), load_wide(column + _STEP)
+            w = load_splat_wide(row)
+            a, a_ = fma(w, x, a), fma(w, y, a_)
+            w = load_splat_wide(row + width)
+            b, b_ = fma(w, x, b), fma(w, y, b_)
+            w = load_splat_wide(row + 2 * width)
+            c0, c1 = fma(w, x, c0), fma(w, y, c1)
+            w = load_splat_wide(row + 3 * width)
+            d, d_ = fma(w, x, d), fma(w, y, d_)
+            w = load_splat_wide(row + 4 * width)
+            e, e_ = fma(w, x, e), fma(w, y, e_)
+            w = load_splat_wide(row + 5 * width)
+            f, f_ = fma(w, x, f), fma(w, y, f_)
+            column += _LINE
+            row += 4
+        p = s + c
+        store(p, a)
+        store(p + _STEP, a_)
+        store(p + _LINE, b)
+        store(p + _LINE + _STEP, b_)
+        store(p + 2 * _LINE, c0)
+        store(p + 2 * _LINE + _STEP, c1)
+        store(p + 3 * _LINE, d)
+        store(p + 3 * _LINE + _STEP, d_)
+        store(p + 4 * _LINE, e)
+        store(p + 4 * _LINE + _STEP, e_)
+        store(p + 5 * _LINE, f)
+        store(p + 5 * _LINE + _STEP, f_)
+
+
+@njit(**OPTIONS)
+def _add_values(p, v, acc, start, end, width):
+    """acc[row] += sum over keys start to end - 1 of p[row][key] * v[key], for six rows.
+
+    Args:
+        p: six rows [KEYS] float32; v: [KEYS][width] float32; acc: six rows [width] float32, width a multiple of
+            two vectors.
+    """
+    line = width * 4
+    for c in range(0, line, 2 * _STEP):
+        r = acc + c
+        a, a_ = load_wide(r), load_wide(r + _STEP)
+        b, b_ = load_wide(r + line), load_wide(r + line + _STEP)
+        c0, c1 = load_wide(r + 2 * line), load_wide(r + 2 * line + _STEP)
+        d, d_ = load_wide(r + 3 * line), load_wide(r + 3 * line + _STEP)
+        e, e_ = load_wide(r + 4 * line), load_wide(r + 4 * line + _STEP)
+        f, f_ = load_wide(r + 5 * line), load_wide(r + 5 * line + _STEP)
+        row, weight = v + c + start * line, p + start * 4
+        for _ in range(start, end):
+            x, y = load_wide(row), load_wide(row + _STEP)
+            w = load_splat_wide(weight)
+            a, a_ = fma(w, x, a), fma(w, y, a_)
+            w = load_splat_wide(weight + _LINE)
+            b, b_ = fma(w, x, b), fma(w, y, b_)
+            w = load_splat_wide(weight + 2 * _LINE)
+            c0, c1 = fma(w, x, c0), fma(w, y, c1)
+            w = load_splat_wide(weight + 3 * _LINE)
+            d, d_ = fma(w, x, d), fma(w, y, d_)
+            w = load_splat_wide(weight + 4 * _LINE)
+            e, e_ = fma(w, x, e), fma(w, y, e_)
+            w = load_splat_wide(weight + 5 * _LINE)
+            f, f_ = fma(w, x, f), fma(w, y, f_)
+            row += line
+            weight += 4
+        store(r, a)
+        store(r + _STEP, a_)
+        store(r + line, b)
+        store(r + line + _STEP, b_)
+        store(r + 2 * line, c0)
+        store(r + 2 * line + _STEP, c1)
+        store(r + 3 * line, d)
+        store(r + 3 * line + _STEP, d_)
+        store(r + 4 * line, e)
+        store(r + 4 * line + _STEP, e_)
+        store(r + 5 * line, f)
+        store(r + 5 * line + _STEP, f_)
+
+
+@njit(**OPTIONS)
+def _transform(s, start, end, distances, shift, slope, transforms):
+    """Soft cap and position bias on one row's scores s[start:end].
+
+    Args:
+        distances: address of [KEYS] float32, of the keys from an origin that lies `shift` before the row.
+        slope: of the row's head.
+    """
+    after, slopes = splat_wide(np.float32(transforms.after)), splat_wide(slope)
+    away = splat_wide(np.float32(shift))
+    for c in range(start * 4, end * 4, _STEP):
+        x = load_wide(s + c)
+        if transforms.after != 0:
+            x = mul(after, tanh(x))
+        if transforms.bias != 0:
+            distance = sub(load_wide(distances + c), away)
+            if transforms.bias >= 2:
+                distance = absolute(distance)
+                if transforms.bias == 3:
+                    distance = root(distance)
+                distance = sub(splat_wide(np.float32(0)), distance)
+            x = fma(slopes, distance, x)
+        store(s + c, x)
+
+
+@njit(**OPTIONS)
+def _softmax(s, start, end, lo, hi, state, acc, width):
+    """One row's scores s[start:end], of which it sees lo to hi - 1, to weights, in place; elsewhere 0.
+
+    Args:
+        state: address of the row's running maximum and sum; acc: of its [width] float32, rescaled where the
+            maximum rises.
+    """
+    if lo >= hi:
+        for c in range(start, end, WIDE):
+            store(s + c * 4, splat_wide(np.float32(0)))
+        return
+    tops = splat_wide(np.float32(-np.inf))
+    for c in range(start, end, WIDE):
+        x = load_wide(s + c * 4)
+        if c < lo or c + WIDE > hi:
+            x = keep_lanes(x, lo - c, hi - c)
+            store(s + c * 4, x)
+        tops = maximum(x, tops)
+    before, top, sum_before = load_one(state), peak(tops), load_one(state + 4)
+    if top > before:
+        rescale = np.float32(2.0 ** (before - top))
+        sum_before *= rescale
+        factor = splat_wide(rescale)
+        for d in range(0, width * 4, _STEP):
+            store(acc + d, mul(factor, load_wide(acc + d)))
+    else:
+        top = before
+    tops = splat_wide(top)
+    sums = splat_wide(np.float32(0))
+    for c in range(start, end, WIDE):
+        x = exp2(sub(load_wide(s + c * 4), tops))
+        store(s + c * 4, x)
+        sums = add(sums, x)
+    store_one(state, top)
+    store_one(state + 4, sum_before + total(sums))
+
+
+@njit(**OPTIONS)
+def _load_queries(call, row_start, num_rows, head, q):
+    """Rows of one KV head, scaled: q [rows of six][head_dim], zeros past the last."""
+    shape, tensors = call.shape, call.tensors
+    size = bytes_of(tensors.q_kind)
+    scale = splat(np.float32(call.transforms.before))
+    q[num_rows:] = 0
+    for r in range(num_rows):
+        source = tensors.q + call.rows.rows[row_start + r // shape.group] * tensors.q_strides[0]
+        source += (head * shape.group + r % shape.group) * tensors.q_strides[1]
+        target = np.int64(q.ctypes.data) + r * shape.head_dim * 4
+        for d in range(0, shape.head_dim, 8):
+            store(target + d * 4, mul(scale, load_kind(source + d * size, tensors.q_kind)))
+
+
+@njit(**OPTIONS)
+def _load_keys(rows, start, end, offset, head_dim, k, tag):
+    """Rows start to end - 1 of a tile as columns of k [head_dim][KEYS] float32. rows: where their addresses stand,
+    to which the head's offset is added."""
+    for t in range(start // 8 * 8, end, 8):
+        # Eight rows make eight columns; at the edges a neighbour stands in for a row that must not be read.
+        a = load_int(rows + max(t, start) * 8) + offset
+        b = load_int(rows + min(max(t + 1, start), end - 1) * 8) + offset
+        c = load_int(rows + min(max(t + 2, start), end - 1) * 8) + offset
+        d = load_int(rows + min(max(t + 3, start), end - 1) * 8) + offset
+        e = load_int(rows + min(max(t + 4, start), end - 1) * 8) + offset
+        f = load_int(rows + min(max(t + 5, start), end - 1) * 8) + offset
+        g = load_int(rows + min(max(t + 6, start), end - 1) * 8) + offset
+        h = load_int(rows + min(max(t + 7, start), end - 1) * 8) + offset
+        for i in range(0, head_dim, 8):
+            o = i * size_of(tag)
+            store_transposed(
+                load(a + o, tag),
+                load(b + o, tag),
+                load(c + o, tag),
+                load(d + o, tag),
+                load(e + o, tag),
+                load(f + o, tag),
+                load(g + o, tag),
+                load(h + o, tag),
+                k + i * _LINE + t * 4,
+                np.int64(_LINE),
+            )
+
+
+@njit(**OPTIONS)
+def _load_values(rows, start, end, offset, value_dim, v, line, tag):
+    """Rows start to end - 1 of a tile as rows of v [KEYS][line bytes] float32."""
+    for t in range(start, end):
+        source = load_int(rows + t * 8) + offset
+        target = v + t * line
+        for i in range(0, value_dim, 8):
+            store(target + i * 4, load(source + i * size_of(tag), tag))
+
+
+@njit(**OPTIONS)
+def _ask(row, num_bytes):
+    """Bring a row nearer while other work goes on."""
+    for line in range(0, num_bytes, 64):
+        prefetch(row + line)
+
+
+@njit(**OPTIONS)
+def _find_bounds(call, item, bounds):
+    """The keys that each row of an item sees in its split, [rows of six][2]; none past the last row. Returns the
+    ends of what they see together."""
+    seq, split, row_start, row_end, _ = item
+    rows, group = call.rows, call.shape.group
+    start, stop = np.int64(rows.kv_splits[seq, split]), np.int64(rows.kv_splits[seq, split + 1])
+    first, last = stop, start
+    bounds[:] = 0
+    for row in range(row_start, row_end):
+        lo, hi = max(start, np.int64(rows.lo[row])), min(stop, np.int64(rows.hi[row]))
+        if lo < hi:
+            first, last = min(first, lo), max(last, hi)
+            for r in range((row - row_start) * group, (row - row_start + 1) * group):
+                bounds[r, 0], bounds[r, 1] = lo, hi
+    return start, first, last
+
+
+@njit(**OPTIONS)
+def _find_terms(call, item, terms):
+    """Distance from the item's first row, and slope, of each row: terms [rows][2] float32."""
+    _, _, row_start, row_end, head = item
+    group, positions = call.shape.group, call.rows.positions
+    for r in range((row_end - row_start) * group):
+        terms[r, 0] = positions[row_start + r // group] - positions[row_start]
+        terms[r, 1] = call.slopes[head * group + r % group]
+
+
+@njit(**OPTIONS)
+def _attend(call, item, scratch, tag):
+    """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
+    seq, split, row_start, row_end, head = item
+    q, acc, state, s, k, v, distances, found, bounds, terms = scratch
+    shape, tensors, transforms = call.shape, call.tensors, call.transforms
+    table = call.rows.block_table[seq]
+    num_rows, width = (row_end - row_start) * shape.group, acc.shape[1]
+    q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
+    s_base, k_base, v_base = np.int64(s.ctypes.data), np.int64(k.ctypes.data), np.int64(v.ctypes.data)
+    start, first, last = _find_bounds(call, item, bounds)
+    if transforms.bias != 0:
+        _find_terms(call, item, terms)
+    _load_queries(call, row_start, num_rows, head, q)
+    acc[:] = 0
+    state[:, 0] = -np.inf
+    state[:, 1] = 0
+
+    keys = np.int64(found.ctypes.data)
+    next_keys, values, next_values = keys + KEYS * 8, keys + KEYS * 16, keys + KEYS * 24
+    k_head, v_head = head * tensors.k_strides[2], head * tensors.v_strides[2]
+    first_tile = first - (first - start) % KEYS
+    begin, end = first - first_tile, min(last - first_tile, KEYS)
+    find_rows(table, shape.block_size, first, end - begin, tensors.k, tensors.k_strides, next_keys + begin * 8)
+    find_rows(table, shape.block_size, first, end - begin, tensors.v, tensors.v_strides, next_values + begin * 8)
+    per_step = (KEYS * GROUP + num_rows - 1) // num_rows  # rows of the next tile to ask for at each six rows
+    for tile in range(first_tile, last, KEYS):
+        begin, end = max(first - tile, 0), min(last - tile, KEYS)
+        keys, next_keys, values, next_values = next_keys, keys, next_values, values
+        num_next = max(min(last - tile - KEYS, KEYS), 0)
+        find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
+        find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
+        _load_keys(keys, begin, end, k_head, shape.head_dim, k_base, tag)
+        _load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, tag)
+        if transforms.bias != 0:
+            origin = np.int64(call.rows.positions[row_start])
+            for t in range(KEYS):
+                distances[t] = key_position(tile + t, shape) - origin
+        asked = 0
+        for r in range(0, num_rows, GROUP):
+            for t in range(asked, min(asked + per_step, num_next)):
+                _ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(tag))
+                _ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(tag))
+            asked += per_step
+            # The keys that one of the six rows sees, and all vectors that hold them.
+            lo, hi = np.int64(KEYS), np.int64(0)
+            for i in range(r, r + GROUP):
+                row_lo, row_hi = max(bounds[i, 0] - tile, 0), min(bounds[i, 1] - tile, KEYS)
+                if row_lo < row_hi:
+                    lo, hi = min(lo, row_lo), max(hi, row_hi)
+            if lo >= hi:
+                continue
+            begin, end = lo // (2 * WIDE) * (2 * WIDE), (hi + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+            _scores(q_base + r * shape.head_dim * 4, k_base, s_base, begin, end, shape.head_dim)
+            for i in range(r, r + GROUP):
+                row_s, row_acc = s_base + (i - r) * _LINE, acc_base + i * width * 4
+                if transforms.after != 0 or transforms.bias != 0:
+                    distances_base = np.int64(distances.ctypes.data)
+                    _transform(row_s, begin, end, distances_base, terms[i, 0], terms[i, 1], transforms)
+                row_lo, row_hi = max(bounds[i, 0] - tile, 0), min(bounds[i, 1] - tile, KEYS)
+                _softmax(row_s, begin, end, row_lo, row_hi, state_base + i * 8, row_acc, width)
+            _add_values(s_base, v_base, acc_base + r * width * 4, lo, hi, width)
+
+    finite = True
+    for r in range(num_rows):
+        row_acc = acc_base + r * width * 4
+        sums = load_f32(row_acc)
+        for d in range(8, shape.value_dim, 8):
+            sums = add(sums, load_f32(row_acc + d * 4))
+        finite = finite and np.isfinite(total(sums))
+        q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
+        m, l, sink = state[r, 0], state[r, 1], sink_of(call, q_head)
+        finish(tensors, q_head, q_row, split, m, l, sink, row_acc, shape.value_dim)
+    return finite
+
+
+@njit(**KERNEL)
+def work(facts, items, counter, max_rows, redo, tag):
+    """Take items until none is left; several threads may run this on one counter.
+
+    Args:
+        facts: a `native.Call`, plain.
+        items: [num_items, 5] int64: launch sequence, split, launch rows from and to, KV head.
+        counter: address of an int64, 0 at the start.
+        max_rows: launch rows of an item, at most.
+        redo: [num_items] bool, set where an output is not finite: a value that is not finite may have reached rows
+            that do not see its key (0 * NaN is NaN).
+    """
+    call = call_of(facts)
+    shape = call.shape
+    num_rows = (max_rows * shape.group + GROUP - 1) // GROUP * GROUP
+    width = (shape.value_dim + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+    scratch = (
+        np.empty((num_rows, shape.head_dim), np.float32),
+        np.empty((num_rows, width), np.float32),
+        np.empty((num_rows, 2), np.float32),
+        np.empty((GROUP, KEYS), np.float32),
+        np.zeros((shape.head_dim, KEYS), np.float32),
+        np.zeros((KEYS, width), np.float32),
+        np.empty(KEYS, np.float32),
+        np.empty((4, KEYS), np.int64),
+        np.empty((num_rows, 2), np.int64),
+        np.zeros((num_rows, 2), np.float32),
+    )
+    while True:
+        index = fetch_add(counter, 1)
+        if index >= items.shape[0]:
+            break
+        item = items[index]
+        redo[index] = not _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, tag)
