@@ -9,7 +9,7 @@ from conformance.backends import Backend
 from conformance.common import CASES, CUTS
 from conformance.harness import Cut, attend, make_plan, solve
 from octavo.bench.cases import Case, build
-from octavo.kernels.cpu import tiles
+from octavo.kernels.cpu.plain import tiles
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention, assert_within
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from octavo.kernels.cpu import decode, native, prefill
-from octavo.kernels.cpu.merge import merge
+from octavo.kernels.cpu import decode, native, prefill, rows
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from octavo.cache import LayerCache
 
 FEW_ROWS = 8
 """Rows up to which a sequence goes to the decode kernel: decode and speculative decode. An item has as many, so
@@ -66,11 +69,83 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
     written = torch.from_numpy(work.rows.rows)
     result = State(out[:, written], None if lse is None else lse[:, written])
     if sink_later:
-        merge(result, sinks, result)
+        merge(result, sinks, result, len(written))
         if state.lse is not None:
             assert result.lse is not None
             state.lse[:, written] = result.lse
     state.out[:, written] = result.out.to(state.out.dtype)
+
+
+def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
+    """Whether `append` serves these tensors."""
+    return all(
+        new.dtype in KINDS and pages.dtype in KINDS and new.stride(2) == 1 and new.shape[2] % 8 == 0
+        for new, pages in ((k, cache.k_cache), (v, cache.v_cache))
+    )
+
+
+def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Write rows to slots; arguments as in `append.append`."""
+    slots = slot_mapping.contiguous().numpy()
+    copies = [
+        rows.Copy(
+            new.data_ptr(),
+            _bytes(new.stride()[:2], new.element_size()),
+            KINDS[new.dtype],
+            pages.data_ptr(),
+            _bytes(pages.stride()[:3], pages.element_size()),
+            KINDS[pages.dtype],
+            new.shape[2],
+        )
+        for new, pages in ((k, cache.k_cache), (v, cache.v_cache))
+    ]
+    facts = [tuple(copy) for copy in copies]
+    counter = np.zeros(1, np.int64)
+    moved = len(slots) * cache.num_kv_heads * sum(copy.width for copy in copies) * k.element_size()
+    _WORKERS.run(
+        lambda: rows.append(slots, counter.ctypes.data, *facts, cache.block_size, cache.num_kv_heads),
+        1 if moved < SMALL else torch.get_num_threads(),
+    )
+
+
+def can_merge(parts: State, result: State) -> bool:
+    """Whether `merge` serves these tensors."""
+    out = parts.out
+    return (
+        out.dtype == torch.float32
+        and result.out.dtype in KINDS
+        and out.stride(3) == result.out.stride(3) == 1
+        and out.shape[3] % 8 == 0
+    )
+
+
+def merge(parts: State, sinks: Tensor | None, result: State, num_rows: int) -> None:
+    """Merge the first num_rows rows; arguments as in `merge.merge`."""
+    assert parts.lse is not None
+    out, lse, into = parts.out, parts.lse, result.lse
+    num_parts, _, num_heads, width = out.shape
+    facts = rows.Parts(
+        out.data_ptr(),
+        _bytes(out.stride()[:3], 4),
+        lse.data_ptr(),
+        _bytes(lse.stride(), 4),
+        result.out.data_ptr(),
+        _bytes(result.out.stride()[1:3], result.out.element_size()),
+        KINDS[result.out.dtype],
+        0 if into is None else into.data_ptr(),
+        (0, 0) if into is None else _bytes(into.stride()[1:], 4),
+        num_parts,
+        num_rows,
+        num_heads,
+        width,
+    )
+    counter = np.zeros(1, np.int64)
+    given = _NOTHING if sinks is None else sinks.contiguous().numpy()
+    moved = num_parts * num_rows * num_heads * width * 4
+    _WORKERS.run(
+        lambda: rows.merge(tuple(facts), given, counter.ctypes.data),
+        1 if moved < SMALL else torch.get_num_threads(),
+    )
 
 
 def _call(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state: State) -> native.Call:
@@ -172,11 +247,11 @@ def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
 
 def _make_work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
     starts = launch.query_start_loc.tolist()
-    rows = torch.arange(starts[-1]) if launch.rows is None else launch.rows[: starts[-1]]
-    lo, hi = spec.bounds(plan.positions[rows], plan.seq_lens[rows])
+    query_rows = torch.arange(starts[-1]) if launch.rows is None else launch.rows[: starts[-1]]
+    lo, hi = spec.bounds(plan.positions[query_rows], plan.seq_lens[query_rows])
     lo, hi = plan.shard.local_count(lo), plan.shard.local_count(hi)
     table = plan.block_table if launch.seqs is None else plan.block_table[launch.seqs]
-    facts = (rows, lo, hi, plan.positions[rows], launch.kv_splits, table)
+    facts = (query_rows, lo, hi, plan.positions[query_rows], launch.kv_splits, table)
     seen = (hi - lo).clamp(min=0)
     few: list[int] = []
     many: list[int] = []

@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Write rows to slots.
-
-    Args:
-        cache: one layer's views.
-        k, v: [>= num_slots, num_kv_heads, head_dim | value_dim]; rows past num_slots are padding.
-        slot_mapping: [num_slots] int64; negative: the row is not stored.
-    """
+    """Write rows to slots; arguments as in `kernels.cpu.append`."""
     num_slots = slot_mapping.shape[0]
     k, v = k[:num_slots], v[:num_slots]
     if num_slots and int(slot_mapping.min()) < 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.pages import row_index
+from octavo.kernels.cpu.plain.pages import row_index
 from octavo.launch import Launch, Plan
 from octavo.spec import AttentionSpec
 

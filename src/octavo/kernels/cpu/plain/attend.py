@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.merge import merge
-from octavo.kernels.cpu.pages import as_matrix, row_strides
-from octavo.kernels.cpu.tiles import Chunk, Tile, make_tile, tiles
+from octavo.kernels.cpu.plain.merge import merge
+from octavo.kernels.cpu.plain.pages import as_matrix, row_strides
+from octavo.kernels.cpu.plain.tiles import Chunk, Tile, make_tile, tiles
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
 
 
-def attend_tiles(
+def attend(
     spec: AttentionSpec,
     plan: Plan,
     launch: Launch,
@@ -30,7 +30,10 @@ def attend_tiles(
         if not out.sum().isfinite():
             out, lse = layer.attend_carefully(launch, tile)
         if sinks is not None:
-            merge(State(out[None], lse[None]), sinks, State(out[None], lse[None]))
+            part = State(out.flatten(0, 1)[None], lse.flatten(0, 1)[None])
+            assert part.lse is not None
+            merge(part, sinks, part, part.out.shape[1])
+            out, lse = part.out.view(out.shape), part.lse.view(lse.shape)
         tile.put(state.out[tile.split], out)
         if state.lse is not None:
             tile.put(state.lse[tile.split], lse)
