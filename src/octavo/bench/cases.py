@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ GUARD = 2**30
 
 SPARE_BLOCKS = 3
 """Blocks of the cache that no sequence owns."""
+
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Short names of dtypes, as reports write them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +189,33 @@ LLAMA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 WINDOWED = AttentionSpec(num_q_heads=64, num_kv_heads=8, head_dim=64, window_left=127, sinks=True)
 """A windowed layer of GPT-OSS."""
 
+SMOLLM2 = AttentionSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
+"""The layer of SmolLM2 with 135 million parameters."""
+
+GEMMA3 = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=256)
+"""A full-attention layer of Gemma 3 with 270 million parameters."""
+
+MHA = replace(LLAMA, num_kv_heads=32)
+"""As many KV heads as query heads."""
+
+_VARLEN = (1500, 37, 420, 88, 760, 190)
+
 CASES: tuple[Case, ...] = (
     Case("prefill-1x1k", LLAMA, (1024,), (1024,)),
+    Case("prefill-1x3k", LLAMA, (3072,), (3072,)),
     Case("prefill-4x4k", LLAMA, (4096,) * 4, (4096,) * 4),
+    Case("prefill-varlen", LLAMA, _VARLEN, _VARLEN),
+    Case("prefill-1x2k-window-512", replace(LLAMA, window_left=511), (2048,), (2048,)),
+    Case("prefill-1x1k-smollm2", SMOLLM2, (1024,), (1024,)),
+    Case("prefill-1x1k-gemma3", GEMMA3, (1024,), (1024,)),
+    Case("chunk-256-of-2304", LLAMA, (256,), (2304,)),
     Case("chunk-512-of-4k", LLAMA, (512,), (4096,)),
     Case("decode-1x8k", LLAMA, (1,), (8192,)),
+    Case("decode-8x4k", LLAMA, (1,) * 8, (4096,) * 8),
+    Case("decode-8x4k-gemma3", GEMMA3, (1,) * 8, (4096,) * 8),
+    Case("decode-8x1k-mha", MHA, (1,) * 8, (1024,) * 8),
     Case("decode-32x1k", LLAMA, (1,) * 32, (1024,) * 32),
+    Case("decode-32x2k-smollm2", SMOLLM2, (1,) * 32, (2048,) * 32),
     Case("decode-skewed", LLAMA, (1,) * 32, (131072, *(4096,) * 31)),
     Case("verify-8x4-of-8k", LLAMA, (4,) * 8, (8192,) * 8),
     Case("mixed", LLAMA, (*(1,) * 15, 497), (*(1024,) * 15, 2048)),
@@ -198,3 +223,20 @@ CASES: tuple[Case, ...] = (
     Case("window-decode-16x4k", WINDOWED, (1,) * 16, (4096,) * 16),
 )
 """The problems that benchmarks report."""
+
+CPU_CASES: tuple[str, ...] = (
+    "decode-8x4k",
+    "decode-1x8k",
+    "decode-32x2k-smollm2",
+    "decode-8x4k-gemma3",
+    "decode-8x1k-mha",
+    "mixed",
+    "prefill-1x1k",
+    "prefill-1x3k",
+    "prefill-varlen",
+    "prefill-1x2k-window-512",
+    "chunk-256-of-2304",
+    "prefill-1x1k-smollm2",
+    "prefill-1x1k-gemma3",
+)
+"""Names of those that a CPU is measured with: minutes, and gigabytes of memory, but few of both."""

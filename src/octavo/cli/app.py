@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import octavo
+from octavo.cli import bench
 from octavo.cli.doctor import doctor
 from octavo.cli.generate import generate
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(doctor)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
