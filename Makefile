@@ -9,7 +9,8 @@ STAMP  := $(VENV)/.octavo-installed
 demo: $(STAMP)  ## a real model says something
 	$(PY) -m octavo generate
 
-test: $(STAMP)  ## all tests that need no GPU
+test: $(STAMP)  ## all tests that need no GPU; kernels are compiled first, or every worker would compile them
+	$(PY) -m octavo warmup
 	$(PY) -m pytest -n 2
 
 lint: $(STAMP)  ## style and types

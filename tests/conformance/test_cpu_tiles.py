@@ -1,10 +1,11 @@
-"""The CPU kernel's tiles and chunks, made small so that small problems cross their edges."""
+"""The PyTorch kernel's tiles and chunks, made small so that small problems cross their edges."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import octavo.kernels.cpu
 from conformance.backends import Backend
 from conformance.common import CASES, CUTS
 from conformance.harness import Cut, attend, make_plan, solve
@@ -20,6 +21,7 @@ CHUNK = 64
 
 @pytest.fixture
 def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(octavo.kernels.cpu, "HAS_NUMBA", False)
     monkeypatch.setattr(tiles, "MAX_SCORES", 1)
     monkeypatch.setattr(tiles, "MAX_TILE_ROWS", 3)
     monkeypatch.setattr(tiles, "MAX_BATCHED_ROWS", 2)

@@ -10,6 +10,7 @@ import octavo
 from octavo.cli import bench
 from octavo.cli.doctor import doctor
 from octavo.cli.generate import generate
+from octavo.cli.warmup import warmup
 
 app = typer.Typer(
     name="octavo",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(doctor)
+app.command()(warmup)
 app.add_typer(bench.app, name="bench")
 
 

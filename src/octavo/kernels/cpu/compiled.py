@@ -21,7 +21,7 @@ FEW_ROWS = 8
 """Rows up to which a sequence goes to the decode kernel: decode and speculative decode. An item has as many, so
 that its accumulators stay in the second-level cache."""
 
-TILE_ROWS = 96
+TILE_ROWS = 192
 """Rows (tokens x group) of a prefill item: enough to pay for widening its keys, few enough for the cache."""
 
 SMALL = 1 << 21
@@ -31,7 +31,16 @@ FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
 
 KINDS = {torch.float32: native.FLOAT32, torch.float16: native.FLOAT16, torch.bfloat16: native.BFLOAT16}
-TAGS = {torch.float32: np.float32, torch.float16: np.int16, torch.bfloat16: np.uint16}
+DECODE = {
+    torch.float32: decode.work_float32,
+    torch.float16: decode.work_float16,
+    torch.bfloat16: decode.work_bfloat16,
+}
+PREFILL = {
+    torch.float32: prefill.work_float32,
+    torch.float16: prefill.work_float16,
+    torch.bfloat16: prefill.work_bfloat16,
+}
 
 _NOTHING = np.empty(0, np.float32)
 _WORKERS = Workers()
@@ -195,7 +204,7 @@ def _call(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state
 
 def _run(call: native.Call, work: Work, dtype: torch.dtype) -> None:
     """Both kernels' items, on as many threads as they are worth."""
-    tag, facts, shape = TAGS[dtype], native.plain(call), call.shape
+    facts, shape = native.plain(call), call.shape
     counters = np.zeros(2, np.int64)
     redo = np.zeros(len(work.prefill_items), np.bool_)
     units = _units(shape, work.decode_items)
@@ -204,27 +213,27 @@ def _run(call: native.Call, work: Work, dtype: torch.dtype) -> None:
 
     def run() -> None:
         if len(work.decode_items):
-            decode.work(facts, work.decode_items, counters.ctypes.data, units, tag)
+            DECODE[dtype](facts, work.decode_items, counters.ctypes.data, units)
         if len(items):
-            prefill.work(facts, items, counters.ctypes.data + 8, max_rows, redo, tag)
+            PREFILL[dtype](facts, items, counters.ctypes.data + 8, max_rows, redo)
 
     widths = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * shape.group // FLOPS_PER_BYTE)
     num_items = len(work.decode_items) + len(items)
     _WORKERS.run(run, 1 if cost < SMALL else min(torch.get_num_threads(), num_items))
     if redo.any():
-        _run_alone(call, items[redo], tag)
+        _run_alone(call, items[redo], dtype)
 
 
-def _run_alone(call: native.Call, items: Array, tag: type) -> None:
+def _run_alone(call: native.Call, items: Array, dtype: torch.dtype) -> None:
     """Prefill items again, a row at a time: the decode kernel touches only what a row sees."""
     pieces = [
         (seq, split, row, min(row + FEW_ROWS, end), head, head + 1)
         for seq, split, start, end, head in items.tolist()
         for row in range(start, end, FEW_ROWS)
     ]
-    array = np.array(pieces, np.int64)
-    decode.work(native.plain(call), array, np.zeros(1, np.int64).ctypes.data, _units(call.shape, array), tag)
+    array, counter = np.array(pieces, np.int64), np.zeros(1, np.int64)
+    DECODE[dtype](native.plain(call), array, counter.ctypes.data, _units(call.shape, array))
 
 
 def _units(shape: native.Shape, items: Array) -> int:
@@ -269,17 +278,18 @@ def _make_work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
 
 
 def _decode_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs: list[int]) -> Array:
+    lengths = launch.kv_splits.diff().tolist()
     pieces = [
         (i, split, row, min(row + FEW_ROWS, starts[i + 1]))
         for i in seqs
         for row in range(starts[i], starts[i + 1], FEW_ROWS)
         for split in range(launch.num_splits)
+        if lengths[i][split] or launch.num_splits == 1  # a part that nobody writes counts as empty
     ]
     # Few pieces: give the threads a part of the heads each. The longest come first.
     threads = torch.get_num_threads()
     parts = min(spec.num_kv_heads, -(-2 * threads // max(len(pieces), 1))) if threads > 1 else 1
     edges = [spec.num_kv_heads * part // parts for part in range(parts + 1)]
-    lengths = launch.kv_splits.diff().tolist()
     pieces.sort(key=lambda piece: -lengths[piece[0]][piece[1]])
     items = [(*piece, a, b) for piece in pieces for a, b in pairwise(edges)]
     return np.array(items, np.int64).reshape(-1, 6)

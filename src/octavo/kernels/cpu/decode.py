@@ -359,8 +359,8 @@ def _attend(call, item, scratch, tag):
             _store_results(call, row, h, split, state[unit : unit + blocks], acc_base + unit * acc_size, tag)
 
 
-@njit(**KERNEL)
-def work(facts, items, counter, units, tag):
+@njit(**OPTIONS)
+def _work(facts, items, counter, units, tag):
     """Take items until none is left; several threads may run this on one counter.
 
     Args:
@@ -385,3 +385,25 @@ def work(facts, items, counter, units, tag):
             break
         item = items[index]
         _attend(call, (item[0], item[1], item[2], item[3], item[4], item[5]), scratch, tag)
+
+
+# One function a dtype: Numba numbers what it keeps of one function, and two processes that compile two dtypes of it at
+# once can give both the same number.
+
+
+@njit(**KERNEL)
+def work_float32(facts, items, counter, units):
+    """`_work` on pages of float32."""
+    _work(facts, items, counter, units, np.float32)
+
+
+@njit(**KERNEL)
+def work_float16(facts, items, counter, units):
+    """`_work` on pages of float16."""
+    _work(facts, items, counter, units, np.int16)
+
+
+@njit(**KERNEL)
+def work_bfloat16(facts, items, counter, units):
+    """`_work` on pages of bfloat16."""
+    _work(facts, items, counter, units, np.uint16)

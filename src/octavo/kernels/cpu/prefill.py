@@ -30,6 +30,7 @@ from octavo.kernels.cpu.simd import (
     add,
     exp2,
     fetch_add,
+    first_lane,
     fma,
     keep_lanes,
     load_f32,
@@ -58,7 +59,7 @@ KEYS = 64
 GROUP = 6
 """Rows that meet keys together."""
 
-_LINE = KEYS * 4  # bytes of a row of scores, or of one dimension of the keys
+_LINE = KEYS * 4  # bytes of a row of scores
 _STEP = WIDE * 4  # bytes of a vector
 
 
@@ -179,41 +180,52 @@ def _transform(s, start, end, distances, shift, slope, transforms):
 
 
 @njit(**OPTIONS)
-def _softmax(s, start, end, lo, hi, state, acc, width):
-    """One row's scores s[start:end], of which it sees lo to hi - 1, to weights, in place; elsewhere 0.
+def _softmax(s, start, end, bounds, tile, state, acc, width):
+    """Scores of six rows s[:, start:end] to weights, in place; 0 where a row does not see the key.
 
     Args:
-        state: address of the row's running maximum and sum; acc: of its [width] float32, rescaled where the
-            maximum rises.
+        bounds: address of the keys that each row sees, [6][2] int64; the tile begins at key `tile`.
+        state: of each row's largest score and sum, [6][2] float32; acc: of [6][width] float32, rescaled where the
+            largest score rises.
     """
-    if lo >= hi:
-        for c in range(start, end, WIDE):
-            store(s + c * 4, splat_wide(np.float32(0)))
-        return
-    tops = splat_wide(np.float32(-np.inf))
-    for c in range(start, end, WIDE):
-        x = load_wide(s + c * 4)
-        if c < lo or c + WIDE > hi:
-            x = keep_lanes(x, lo - c, hi - c)
-            store(s + c * 4, x)
-        tops = maximum(x, tops)
-    before, top, sum_before = load_one(state), peak(tops), load_one(state + 4)
-    if top > before:
-        rescale = np.float32(2.0 ** (before - top))
-        sum_before *= rescale
-        factor = splat_wide(rescale)
-        for d in range(0, width * 4, _STEP):
-            store(acc + d, mul(factor, load_wide(acc + d)))
-    else:
-        top = before
-    tops = splat_wide(top)
-    sums = splat_wide(np.float32(0))
-    for c in range(start, end, WIDE):
-        x = exp2(sub(load_wide(s + c * 4), tops))
-        store(s + c * 4, x)
-        sums = add(sums, x)
-    store_one(state, top)
-    store_one(state + 4, sum_before + total(sums))
+    for _ in range(GROUP):
+        lo, hi = max(load_int(bounds) - tile, start), min(load_int(bounds + 8) - tile, end)
+        if lo < hi:
+            tops = splat_wide(np.float32(-np.inf))
+            more = tops
+            for c in range(start, end, 2 * WIDE):
+                x, y = load_wide(s + c * 4), load_wide(s + c * 4 + _STEP)
+                if c < lo or c + 2 * WIDE > hi:
+                    x, y = keep_lanes(x, lo - c, hi - c), keep_lanes(y, lo - c - WIDE, hi - c - WIDE)
+                    store(s + c * 4, x)
+                    store(s + c * 4 + _STEP, y)
+                tops, more = maximum(x, tops), maximum(y, more)
+            before, top, sum_before = load_one(state), peak(maximum(tops, more)), load_one(state + 4)
+            if top > before:
+                factor = exp2(splat_wide(before - top))
+                sum_before *= first_lane(factor)
+                for d in range(0, width * 4, _STEP):
+                    store(acc + d, mul(factor, load_wide(acc + d)))
+            else:
+                top = before
+            tops = splat_wide(top)
+            sums = splat_wide(np.float32(0))
+            rest = sums
+            for c in range(start, end, 2 * WIDE):
+                x = exp2(sub(load_wide(s + c * 4), tops))
+                y = exp2(sub(load_wide(s + c * 4 + _STEP), tops))
+                store(s + c * 4, x)
+                store(s + c * 4 + _STEP, y)
+                sums, rest = add(sums, x), add(rest, y)
+            store_one(state, top)
+            store_one(state + 4, sum_before + total(add(sums, rest)))
+        else:
+            for c in range(start, end, WIDE):
+                store(s + c * 4, splat_wide(np.float32(0)))
+        s += _LINE
+        bounds += 16
+        state += 8
+        acc += width * 4
 
 
 @njit(**OPTIONS)
@@ -233,8 +245,10 @@ def _load_queries(call, row_start, num_rows, head, q):
 
 @njit(**OPTIONS)
 def _load_keys(rows, start, end, offset, head_dim, k, tag):
-    """Rows start to end - 1 of a tile as columns of k [head_dim][KEYS] float32. rows: where their addresses stand,
-    to which the head's offset is added."""
+    """Rows start to end - 1 of a tile as columns of k [head_dim][KEYS] float32.
+
+    rows: where their addresses stand, to which the head's offset is added.
+    """
     for t in range(start // 8 * 8, end, 8):
         # Eight rows make eight columns; at the edges a neighbour stands in for a row that must not be read.
         a = load_int(rows + max(t, start) * 8) + offset
@@ -317,6 +331,7 @@ def _attend(call, item, scratch, tag):
     q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
     s_base, k_base, v_base = np.int64(s.ctypes.data), np.int64(k.ctypes.data), np.int64(v.ctypes.data)
     start, first, last = _find_bounds(call, item, bounds)
+    bounds_base = np.int64(bounds.ctypes.data)
     if transforms.bias != 0:
         _find_terms(call, item, terms)
     _load_queries(call, row_start, num_rows, head, q)
@@ -360,13 +375,13 @@ def _attend(call, item, scratch, tag):
                 continue
             begin, end = lo // (2 * WIDE) * (2 * WIDE), (hi + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
             _scores(q_base + r * shape.head_dim * 4, k_base, s_base, begin, end, shape.head_dim)
-            for i in range(r, r + GROUP):
-                row_s, row_acc = s_base + (i - r) * _LINE, acc_base + i * width * 4
-                if transforms.after != 0 or transforms.bias != 0:
-                    distances_base = np.int64(distances.ctypes.data)
+            if transforms.after != 0 or transforms.bias != 0:
+                distances_base = np.int64(distances.ctypes.data)
+                for i in range(r, r + GROUP):
+                    row_s = s_base + (i - r) * _LINE
                     _transform(row_s, begin, end, distances_base, terms[i, 0], terms[i, 1], transforms)
-                row_lo, row_hi = max(bounds[i, 0] - tile, 0), min(bounds[i, 1] - tile, KEYS)
-                _softmax(row_s, begin, end, row_lo, row_hi, state_base + i * 8, row_acc, width)
+            row_acc = acc_base + r * width * 4
+            _softmax(s_base, begin, end, bounds_base + r * 16, tile, state_base + r * 8, row_acc, width)
             _add_values(s_base, v_base, acc_base + r * width * 4, lo, hi, width)
 
     finite = True
@@ -382,8 +397,8 @@ def _attend(call, item, scratch, tag):
     return finite
 
 
-@njit(**KERNEL)
-def work(facts, items, counter, max_rows, redo, tag):
+@njit(**OPTIONS)
+def _work(facts, items, counter, max_rows, redo, tag):
     """Take items until none is left; several threads may run this on one counter.
 
     Args:
@@ -416,3 +431,25 @@ def work(facts, items, counter, max_rows, redo, tag):
             break
         item = items[index]
         redo[index] = not _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, tag)
+
+
+# One function a dtype: Numba numbers what it keeps of one function, and two processes that compile two dtypes of it at
+# once can give both the same number.
+
+
+@njit(**KERNEL)
+def work_float32(facts, items, counter, max_rows, redo):
+    """`_work` on pages of float32."""
+    _work(facts, items, counter, max_rows, redo, np.float32)
+
+
+@njit(**KERNEL)
+def work_float16(facts, items, counter, max_rows, redo):
+    """`_work` on pages of float16."""
+    _work(facts, items, counter, max_rows, redo, np.int16)
+
+
+@njit(**KERNEL)
+def work_bfloat16(facts, items, counter, max_rows, redo):
+    """`_work` on pages of bfloat16."""
+    _work(facts, items, counter, max_rows, redo, np.uint16)

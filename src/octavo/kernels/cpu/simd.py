@@ -228,9 +228,8 @@ def load_splat_wide(builder: Any, address: Any) -> Any:
 @_operation(types.void, _A)
 def prefetch(builder: Any, address: Any) -> Any:
     """Ask for the cache line at an address; nothing happens if there is none."""
-    pointer = builder.inttoptr(address, _BYTE_POINTER)
     read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.inttoptr(address, _BYTE_POINTER), read, keep, data)
     return _DONE
 
 
@@ -336,11 +335,9 @@ def any_above(builder: Any, x: Any, y: Any) -> Any:
 def keep_lanes(builder: Any, x: Any, start: Any, end: Any) -> Any:
     """x in lanes start to end - 1, -inf in the others."""
     count = x.type.count
-    lane = ir.Constant(ir.VectorType(_I64, count), list(range(count)))
-    inside = builder.and_(
-        builder.icmp_signed(">=", lane, _broadcast(builder, start, count)),
-        builder.icmp_signed("<", lane, _broadcast(builder, end, count)),
-    )
+    lane = ir.Constant(ir.VectorType(_I32, count), list(range(count)))
+    start, end = (_broadcast(builder, builder.trunc(edge, _I32), count) for edge in (start, end))
+    inside = builder.and_(builder.icmp_signed(">=", lane, start), builder.icmp_signed("<", lane, end))
     return builder.select(inside, x, ir.Constant(x.type, [float("-inf")] * count))
 
 
@@ -356,6 +353,12 @@ def _fold(builder: Any, x: Any, join: Emit) -> Any:
         half = x.type.count // 2
         low, high = list(range(half)), list(range(half, 2 * half))
         x = join(builder, _shuffle(builder, x, x, low), _shuffle(builder, x, x, high))
+    return builder.extract_element(x, ir.Constant(_I32, 0))
+
+
+@_operation(types.float32, _V)
+def first_lane(builder: Any, x: Any) -> Any:
+    """Lane 0."""
     return builder.extract_element(x, ir.Constant(_I32, 0))
 
 
@@ -419,10 +422,10 @@ def _polynomial(builder: Any, x: Any, *factors: float) -> Any:
 
 @_operation(_V, _V)
 def exp2(builder: Any, x: Any) -> Any:
-    """2 ** x for x <= 0, within 3 ulp; 0 below -126 (also for -inf); NaN stays NaN."""
+    """2 ** x for x < 128, within 3 ulp; 0 below -126 (also for -inf); NaN stays NaN."""
     low, magic = _constant(-126.0, x), _constant(1.5 * 2**23, x)
-    tiny = builder.fcmp_ordered("<", x, low)
-    x = builder.select(builder.fcmp_ordered("<=", x, low), low, x)
+    tiny = builder.fcmp_ordered(">", low, x)
+    x = builder.select(tiny, low, x)
     # Adding 1.5 * 2 ** 23 leaves the nearest whole number in the lowest bits.
     shifted = builder.fadd(x, magic)
     rest = builder.fsub(x, builder.fsub(shifted, magic))
