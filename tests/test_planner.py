@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -408,3 +409,35 @@ def test_a_layer_wider_than_planned_is_refused() -> None:
     plan.workspace.states(3, 4, 2, 8)
     with pytest.raises(ValueError, match=r"give the planner the widest layer"):
         plan.workspace.states(3, 4, 4, 64)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "query_lens", "seq_lens", "num_splits"),
+    [
+        (2, [1], [8192], 8),  # four parts a thread
+        (1, [1], [8192], 1),  # nobody to share with
+        (2, [1], [700], 1),  # too short to be worth a merge
+        (2, [1] * 8, [4096] * 8, 1),  # enough sequences
+        (2, [1] * 4, [30000, 900, 900, 900], 8),  # one is most of the work
+        (2, [9], [8192], 1),  # rows enough
+    ],
+)
+def test_few_sequences_are_shared_by_cpu_threads(
+    num_threads: int, query_lens: list[int], seq_lens: list[int], num_splits: int, threads: Callable[[int], None]
+) -> None:
+    threads(num_threads)
+    blocks = -(-max(seq_lens) // 16)
+    table = torch.arange(len(seq_lens) * blocks, dtype=torch.int32).view(len(seq_lens), blocks)
+    batch = AttentionBatch.from_lengths(query_lens, seq_lens, table)
+    plan = Planner(num_q_heads=1, value_dim=8, block_size=16).plan(batch)
+    assert plan.num_states == num_splits
+    check_exact_cover(plan)
+    edges = plan.launches[-1].kv_splits
+    assert int(edges.diff().max()) * num_splits >= max(seq_lens)
+    assert num_splits == 1 or bool((edges[:, 1:-1] % 16 == 0).logical_or(edges[:, 1:-1] == edges[:, -1:]).all())

@@ -86,6 +86,7 @@ class BuilderConfig:
 
     Args:
         num_q_heads, value_dim: of the widest layer.
+        num_kv_heads: of the layer with the fewest; how finely keys are cut on a GPU. None: num_q_heads.
         block_size, num_blocks: of the cache; for raw keys (encoder layers) 1 and None.
         max_model_len: longest sequence in tokens.
         num_speculative_tokens: draft tokens per request and step.
@@ -99,6 +100,7 @@ class BuilderConfig:
     block_size: int
     num_blocks: int | None
     max_model_len: int
+    num_kv_heads: int | None = None
     num_speculative_tokens: int = 0
     shard: KVShard = KVShard()
     batch_invariant: bool = False
@@ -118,6 +120,7 @@ class MetadataBuilder:
             device=config.device,
             shard=config.shard,
             batch_invariant=config.batch_invariant,
+            num_kv_heads=config.num_kv_heads,
         )
 
     @property

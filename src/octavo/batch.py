@@ -111,7 +111,9 @@ class AttentionBatch:
         )
 
     @classmethod
-    def from_raw_keys(cls, query_start_loc: Tensor, key_start_loc: Tensor) -> AttentionBatch:
+    def from_raw_keys(
+        cls, query_start_loc: Tensor, key_start_loc: Tensor, *, device: torch.device | str = "cpu"
+    ) -> AttentionBatch:
         """A batch over raw keys (encoder attention): K and V are [num_keys, num_kv_heads, head_dim] tensors.
 
         Raw keys are pages of one row: pass `k.unsqueeze(1)` and `v.unsqueeze(1)` as the cache. The offsets
@@ -120,6 +122,7 @@ class AttentionBatch:
         Args:
             query_start_loc: [num_seqs + 1] int32 CPU tensor, cumulative query rows.
             key_start_loc: [num_seqs + 1] int32 CPU tensor, cumulative keys.
+            device: where the batch lives.
         """
         if query_start_loc.shape != key_start_loc.shape:
             raise ValueError(
@@ -131,9 +134,9 @@ class AttentionBatch:
         width = int(seq_lens.max()) if seq_lens.numel() else 0
         table = key_start_loc[:-1, None] + torch.arange(width, dtype=torch.int32)
         return cls(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=table,
+            query_start_loc=query_start_loc.to(device),
+            seq_lens=seq_lens.to(device),
+            block_table=table.to(device),
             num_tokens=int(query_start_loc[-1]),
             max_query_len=int(query_lens.max()) if query_lens.numel() else 0,
             max_seq_len=width,

@@ -146,9 +146,11 @@ class PageLayout:
         return LayerCache(k, v)
 
     def _plane(self, plane: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        # Detached: compiled graphs take K and V of one memory only as tensors that name no common base.
+        rows = plane.view(dtype)
         if self.order == "NHD":
-            return plane.view(dtype).view(-1, self.block_size, self.num_kv_heads, width)
-        return plane.view(dtype).view(-1, self.num_kv_heads, self.block_size, width).transpose(1, 2)
+            return rows.view(-1, self.block_size, self.num_kv_heads, width).detach()
+        return rows.view(-1, self.num_kv_heads, self.block_size, width).transpose(1, 2).detach()
 
 
 class PagedKVCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +62,11 @@ class Launch:
         first_state: split s writes its result to state first_state + s of the plan.
         rows: [num_rows] int64, the query row behind each launch row; None: they are the same.
         seqs: [n] int64, whose block-table row a launch sequence reads; None: its own.
+        max_query_len: upper bound of the rows of a launch sequence, known on the host; None: all rows.
+        pieces: [max_pieces, 8] int32, a balanced cut for kernels that merge parts themselves (num_splits is 1 and
+            rows and seqs are None): sequence, part, parts of the sequence, the local keys [kv_start, kv_end), and of
+            the sequence query_start_loc, the number of rows (0: no piece) and seq_len. A sequence's parts stand
+            together, in order, and cover its keys; each sequence has at least one.
     """
 
     query_start_loc: Tensor
@@ -69,6 +74,8 @@ class Launch:
     first_state: int
     rows: Tensor | None = None
     seqs: Tensor | None = None
+    max_query_len: int | None = None
+    pieces: Tensor | None = None
 
     @property
     def num_splits(self) -> int:
@@ -82,7 +89,9 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._device = device
+        self.device = torch.device(device)
+        self.kernels: dict[tuple[Any, ...], Any] = {}
+        """Compiled kernels by what they depend on, kept by the kernels themselves."""
         self._reserved = 0
         self._local = threading.local()
 
@@ -111,14 +120,29 @@ class Workspace:
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, its content undefined, valid until this thread asks for the same name again."""
-        buffers: dict[tuple[str, torch.dtype], Tensor] | None = getattr(self._local, "buffers", None)
+        return self._buffer(name, shape, dtype, torch.empty)
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The same, and 0 the first time: who uses it leaves 0 behind."""
+        return self._buffer(name, shape, dtype, torch.zeros)
+
+    def buffers(self) -> list[Tensor]:
+        """This thread's memory. A captured graph writes to it on replay, so whoever owns the graph keeps it too:
+        the thread may end before."""
+        made: dict[tuple[str, torch.dtype], list[Tensor]] = getattr(self._local, "buffers", {})
+        return [buffer for same in made.values() for buffer in same]
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tensor]) -> Tensor:
+        buffers: dict[tuple[str, torch.dtype], list[Tensor]] | None = getattr(self._local, "buffers", None)
         if buffers is None:
             buffers = self._local.buffers = {}
         numel = math.prod(shape)
-        buffer = buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < numel:
-            buffer = buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self._device)
-        return buffer[:numel].view(shape)
+        made = buffers.setdefault((name, dtype), [])
+        if not made or made[-1].numel() < numel:
+            if self.device.type == "cpu":
+                made.clear()  # on a GPU a captured graph may still write to the smaller ones
+            made.append(make(numel, dtype=dtype, device=self.device))
+        return made[-1][:numel].view(shape)
 
 
 class Piece(NamedTuple):

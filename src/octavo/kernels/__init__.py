@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -46,9 +47,15 @@ def unsupported(
     """Why `backend` (None: the best for the device) cannot compute this; None: it can."""
     if backend is not None and backend not in BACKENDS:
         return f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}, and for paged_attention reference"
-    if device.type != "cpu" or backend in ("triton", "gluon"):
-        where = f"backend {backend!r}" if backend else f"device {device}"
-        return f"{where} needs GPU kernels, which this version does not have; move the tensors to the CPU"
+    if backend == "gluon":
+        return "backend 'gluon' needs GPU kernels, which this version does not have; leave backend out"
+    if backend == "triton" and device.type != "cuda":
+        return f"backend 'triton' needs GPU kernels, which do not run on device {device}; leave backend out"
+    if backend == "cpu" and device.type != "cpu":
+        return f"backend 'cpu' reads the memory of the CPU, the tensors are on {device}; leave backend out"
+    reason = _device_reason(device)
+    if reason is not None:
+        return reason
     if q_dtype not in FLOAT_DTYPES:
         return f"q of {q_dtype} is not supported; use float16, bfloat16 or float32"
     if spec.head_dim > 512 or spec.v_dim > 512:
@@ -74,8 +81,35 @@ def for_device(device: torch.device) -> Kernels:
     Raises:
         Unsupported: no kernels run on this device.
     """
-    if device.type != "cpu":
-        raise Unsupported(f"device {device} needs GPU kernels, which this version does not have")
-    from octavo.kernels import cpu
+    reason = _device_reason(device)
+    if reason is not None:
+        raise Unsupported(reason)
+    if device.type == "cpu":
+        from octavo.kernels import cpu
 
-    return cpu
+        return cpu
+    from octavo.kernels import triton
+
+    return triton
+
+
+@cache
+def _device_reason(device: torch.device) -> str | None:
+    """Why no kernels run on a device, from what is installed and plugged in; that does not change in a process."""
+    if device.type == "cpu":
+        return None
+    needs = f"device {device} needs GPU kernels"
+    if device.type != "cuda":
+        return f"{needs}, which this version does not have; move the tensors to the CPU or a CUDA device"
+    if not torch.cuda.is_available():
+        return f"{needs} and a GPU, and torch finds none; move the tensors to the CPU"
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        return f"{needs} and a GPU, and torch finds {torch.cuda.device_count()}; give a number below that"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8 and torch.version.hip is None:
+        return f"{needs}, which need compute capability 8.0, it has {major}.{minor}; move the tensors to the CPU"
+    try:
+        from octavo.kernels import triton  # noqa: F401
+    except ImportError as error:
+        return f"{needs}, which need Triton ({error}); pip install 'octavo[gpu]'"
+    return None

@@ -1,0 +1,121 @@
+"""Merge partial results: the one reduction behind splits, cascade levels and ranks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.launch import State
+
+PARTS_AT_ONCE = 32
+"""LSEs that a program loads in one go to find the maximum."""
+
+UNROLL = 4
+"""Parts whose loads are under way together; they are still added one after another."""
+
+
+def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
+    """Merge parts by their LSE, the sink as one more part without a value.
+
+    Parts that are not empty are added one after another, so that empty ones, wherever they stand (a longer
+    neighbour or a shared prefix brings them), leave every bit as it is.
+
+    Args:
+        parts: out [num_parts, num_tokens, num_q_heads, value_dim], lse [num_parts, num_tokens, num_q_heads]
+            float32, any strides. The output of a part with lse = -inf is not read.
+        sinks: [num_q_heads] float32 or None.
+        result: out [1, ...] of any float dtype, lse [1, ...] float32 or None; written in place.
+        query_start_loc: [num_seqs + 1] int32; rows from its last entry on belong to no sequence and stay as
+            they are. None: all rows are written.
+    """
+    assert parts.lse is not None
+    num_parts, num_tokens, num_q_heads, value_dim = parts.out.shape
+    merge_kernel[num_tokens, num_q_heads](
+        parts.out,
+        parts.lse,
+        sinks,
+        result.out,
+        result.lse,
+        query_start_loc,
+        parts.out.stride(),
+        parts.lse.stride(),
+        result.out.stride()[1:],
+        (0, 0) if result.lse is None else result.lse.stride()[1:],
+        1 if sinks is None else sinks.stride(0),
+        num_parts,
+        0 if query_start_loc is None else query_start_loc.shape[0] - 1,
+        VALUE_DIM=value_dim,
+        BLOCK_DIM=1 << (value_dim - 1).bit_length(),
+        BLOCK_PARTS=PARTS_AT_ONCE,
+        UNROLL=UNROLL,
+        num_warps=1 if value_dim <= 128 else 4,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "num_seqs"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "lse_ptr", "part_lse_ptr"],
+)
+def merge_kernel(
+    part_ptr,  # [num_parts, num_tokens, num_q_heads, VALUE_DIM]
+    part_lse_ptr,  # [num_parts, num_tokens, num_q_heads] float32
+    sinks_ptr,  # [num_q_heads] float32 or None
+    out_ptr,  # [num_tokens, num_q_heads, VALUE_DIM]
+    lse_ptr,  # [num_tokens, num_q_heads] float32 or None
+    query_start_loc_ptr,  # [num_seqs + 1] int32 or None
+    part_stride,  # (part, token, head, element)
+    part_lse_stride,  # (part, token, head)
+    out_stride,  # (token, head, element)
+    lse_stride,  # (token, head)
+    sinks_stride,
+    num_parts,
+    num_seqs,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """A program: one head of one token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if query_start_loc_ptr is not None:
+        if token >= tl.load(query_start_loc_ptr + num_seqs):
+            return
+    part_lse_ptr += token * part_lse_stride[1] + head * part_lse_stride[2]
+
+    # The maximum, and where the last part that is not empty ends.
+    peaks = tl.full([BLOCK_PARTS], float("-inf"), tl.float32)
+    ends = tl.zeros([BLOCK_PARTS], tl.int32)
+    for start in range(0, num_parts, BLOCK_PARTS):
+        part = start + tl.arange(0, BLOCK_PARTS)
+        part_lse = tl.load(part_lse_ptr + part.to(tl.int64) * part_lse_stride[0], part < num_parts, float("-inf"))
+        peaks = tl.maximum(peaks, part_lse)
+        ends = tl.where(part_lse != float("-inf"), part + 1, ends)
+    peak = tl.max(peaks)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head * sinks_stride)
+        peak = tl.maximum(peak, sink)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # so that (-inf) - (-inf) never happens
+
+    total = 0.0
+    if sinks_ptr is not None:
+        total = tl.exp(sink - peak)
+    element = tl.arange(0, BLOCK_DIM)
+    part_ptr += token * part_stride[1] + head * part_stride[2] + element * part_stride[3]
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    for start in range(0, tl.max(ends), UNROLL):
+        for i in tl.static_range(UNROLL):
+            part_lse = tl.load(part_lse_ptr, start + i < num_parts, float("-inf"))
+            width = tl.where(part_lse == float("-inf"), 0, VALUE_DIM)  # an empty part is not read
+            value = tl.load(part_ptr, element < width, 0.0).to(tl.float32)
+            weight = tl.exp(part_lse - peak)
+            total += weight
+            acc += value * weight
+            part_lse_ptr += part_lse_stride[0]
+            part_ptr += part_stride[0]
+
+    out = tl.div_rn(acc, tl.where(total == 0, 1.0, total))
+    out_ptr += token * out_stride[0] + head * out_stride[1] + element * out_stride[2]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), element < VALUE_DIM)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + token * lse_stride[0] + head * lse_stride[1], peak + tl.log(total))

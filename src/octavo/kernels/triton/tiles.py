@@ -1,0 +1,110 @@
+"""Which tile a launch runs with: a pure function of the layer, the launch's bounds and the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_ROWS = 16
+"""Rows of the smallest tile: the matrix units' own height."""
+
+INVARIANT_ROWS = 64
+"""Rows of every tile in the batch-invariant mode."""
+
+SLACK = 3 << 10
+"""Bytes of shared memory for reductions and the like."""
+
+FEW_SEQS = 4
+"""Sequences up to which a decode step leaves most of the device idle: there latency counts, and small tiles win."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program is cut.
+
+    Args:
+        rows: rows of a tile, a row being one query head of one token.
+        keys: keys that the loop takes at a time.
+        num_warps: of a program.
+        num_stages: of the loop over keys. A page's number is loaded before its rows, so that two stages are one of
+            keys.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the choice depends on.
+
+    Args:
+        max_rows: bound of the rows (tokens x group size) of a launch sequence.
+        num_seqs: sequences of the launch.
+        head_dim, value_dim: widths as loaded: powers of two.
+        q_bytes, kv_bytes: bytes of an element of q and of the cache as they are multiplied.
+        batch_invariant: the choice must not depend on max_rows and num_seqs.
+        shared_limit: bytes of shared memory that a program may use.
+    """
+
+    max_rows: int
+    num_seqs: int
+    head_dim: int
+    value_dim: int
+    q_bytes: int
+    kv_bytes: int
+    batch_invariant: bool
+    shared_limit: int
+
+
+def choose(shape: Shape) -> Tile:
+    """The tile of a launch: the fastest of those measured, made smaller until it fits."""
+    tile = _wanted(shape)
+    rows, keys, num_stages = tile.rows, tile.keys, tile.num_stages
+    while num_stages > 1 and not _fits(shape, rows, keys, num_stages):
+        num_stages -= 1
+    while keys > 16 and not _fits(shape, rows, keys, num_stages):
+        keys //= 2
+    while rows > MIN_ROWS and not _fits(shape, rows, keys, num_stages):
+        rows //= 2
+    return Tile(rows, keys, tile.num_warps, num_stages)
+
+
+def shared_bytes(shape: Shape, rows: int, keys: int, num_stages: int) -> int:
+    """About what a tile needs of shared memory: K and V under way, and q or the probabilities once."""
+    key_bytes = (shape.head_dim + shape.value_dim) * shape.kv_bytes
+    row_bytes = max(shape.head_dim, shape.value_dim) * shape.q_bytes
+    # Hopper's matrix units read shared memory while the next keys arrive.
+    buffers = max(1, num_stages // 2) + (rows >= 64)
+    return buffers * keys * key_bytes + rows * row_bytes
+
+
+def _fits(shape: Shape, rows: int, keys: int, num_stages: int) -> bool:
+    return shared_bytes(shape, rows, keys, num_stages) + SLACK <= shape.shared_limit
+
+
+def _wanted(shape: Shape) -> Tile:
+    width = max(shape.head_dim, shape.value_dim)
+    if max(shape.q_bytes, shape.kv_bytes) == 4:
+        return Tile(min(_rows(shape), 32), 32, 8, 5) if width <= 128 else Tile(16, 16, 8, 5)
+    if width > 256:
+        return Tile(min(_rows(shape), 32), 32, 8, 5)
+    rows = _rows(shape)
+    if rows > 64:
+        return Tile(128, 64, 4 if width <= 64 else 8, 5)
+    if rows > 16 or shape.batch_invariant:
+        return Tile(rows, 64 if width <= 128 else 32, 4, 5)
+    if shape.max_rows > 8:
+        return Tile(rows, 64 if width <= 128 else 32, 2 if width <= 128 else 4, 7)
+    if shape.num_seqs <= FEW_SEQS:
+        return Tile(rows, 64 if width <= 128 else 32, 2 if width <= 128 else 4, 5)
+    # Two of these fit a multiprocessor. Where three did, the pieces of a step crowded a part of the device.
+    if width > 128:
+        return Tile(rows, 64, 4, 3)
+    return Tile(rows, 128, 4, 3 if width > 64 else 5)
+
+
+def _rows(shape: Shape) -> int:
+    """Rows of the tile: those of a sequence, up to 128."""
+    return INVARIANT_ROWS if shape.batch_invariant else 1 << (min(max(shape.max_rows, MIN_ROWS), 128) - 1).bit_length()

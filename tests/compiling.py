@@ -1,0 +1,76 @@
+"""Compile what a call would launch, for a GPU that need not be there, and read what the binary needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+TARGETS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+"""GPU to the bytes of shared memory that one program may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """One compiled kernel.
+
+    Args:
+        name: of the kernel.
+        shared: bytes of shared memory, the dynamic part included.
+        spilled: bytes (NVIDIA: of stack; AMD: of scratch memory) that a thread keeps outside registers.
+    """
+
+    name: str
+    shared: int
+    spilled: int
+
+
+def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
+    """The kernels that `call` launches, compiled for `gpu` and not launched. Its tensors may be on the CPU."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    launch, kernels = JITFunction.run, []
+
+    def only_compile(self: Any, *args: Any, **options: Any) -> None:
+        kernels.append(launch(self, *args, **options | {"warmup": True}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _pretended(gpu))
+        patch.setattr(JITFunction, "run", only_compile)
+        call()
+    assert all(kernels), "a kernel was not compiled"
+    return [Binary(kernel.name, kernel.metadata.shared, _spilled(kernel.asm)) for kernel in kernels]
+
+
+def _pretended(gpu: str) -> SimpleNamespace:
+    """A driver under which Triton believes that `gpu` is there."""
+    from triton.backends.compiler import GPUTarget
+
+    cuda = gpu.startswith("sm_")
+    target = GPUTarget("cuda", int(gpu[3:]), 32) if cuda else GPUTarget("hip", gpu, 64)
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: f"pretended {gpu}",
+        get_current_stream=lambda device: 0,
+    )
+
+
+def _spilled(asm: dict[str, Any]) -> int:
+    if "cubin" not in asm:
+        return max(int(n) for n in re.findall(r"\.private_segment_fixed_size:\s*(\d+)", asm["amdgcn"]))
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(stack) + int(local) for stack, local in re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", told.stdout))
