@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def check_early(dtype: str, kv_format: str, device: str) -> None:
+def check_early(dtype: str, kv_format: str, device: str | None) -> None:
     """Check names that the engine would refuse only after it has loaded the model.
 
     Raises:
@@ -42,9 +42,11 @@ def check_early(dtype: str, kv_format: str, device: str) -> None:
         KVFormat.parse(kv_format, FLOAT_FORMATS.get(dtype, torch.float32))
     except ValueError as error:
         raise CommandError(str(error)) from error
+    if device is None:
+        return
     try:
         kernels.for_device(torch.device(device))
     except Unsupported as error:
         raise CommandError(str(error)) from error
     except RuntimeError as error:  # torch's answer to a name that it does not know
-        raise CommandError(f"unknown device {device!r}; give cpu") from error
+        raise CommandError(f"unknown device {device!r}; give cpu or cuda") from error

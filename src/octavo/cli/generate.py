@@ -47,7 +47,9 @@ def generate(
     ] = None,
     model: Annotated[str, _model(help="A folder, GGUF file or hub name, or smollm2, gemma3-270m.")] = "smollm2",
     dtype: Annotated[str, _model(help=f"Of the model: {_FORMATS}.")] = "auto",
-    device: Annotated[str, _model(help="Where the model runs.")] = "cpu",
+    device: Annotated[
+        str | None, _model(help="Where the model runs, cpu or cuda; none: a GPU if there is one.")
+    ] = None,
     system: Annotated[str | None, _model(help="System message for the chat template.")] = None,
     raw: Annotated[bool, _model("--raw", help="Do not apply the chat template.")] = False,
     max_tokens: Annotated[int, _sampling(help="Tokens to generate at most.")] = 128,

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from octavo.engine.block_pool import BlockPool
+from octavo.engine.device import best_device
 from octavo.engine.errors import RequestError
 from octavo.engine.models import load
 from octavo.engine.request import FinishReason, Request, SamplingParams
@@ -50,16 +51,17 @@ class LLM:
             loaded Transformers causal language model (its attention is replaced).
         dtype: "auto" (the checkpoint's, on CPU float32), "float32", "bfloat16", "float16" or a torch dtype.
         kv_format: how the cache stores K and V: "auto" (the model's dtype), "float16", "bfloat16", "float32".
-        device: where the model runs; None: the CPU.
+        device: where the model runs; None: a GPU if there is one, else the CPU.
         tokenizer: for a loaded model; None: its prompts must be token ids and results have no text.
         block_size: tokens of a page.
         num_blocks: pages of the cache; None: from the budget.
-        kv_cache_bytes: memory budget of the cache; None: a quarter of the free memory, at most what
-            max_num_seqs sequences of max_model_len need.
+        kv_cache_bytes: memory budget of the cache; None: a quarter of the free memory (of a GPU 80 %), at most
+            what max_num_seqs sequences of max_model_len need.
         max_num_seqs: sequences that run together.
         max_num_batched_tokens: tokens of a step; longer prompts are computed in chunks.
         max_model_len: longest sequence, prompt and output; None: what the model allows.
         enable_prefix_caching: keep the pages of finished requests for prompts that begin alike.
+        use_graphs: decode steps run as CUDA graphs; None: on a GPU, if the model can be captured.
 
     Raises:
         ModelError: the model is unknown, broken, or its attention cannot be served.
@@ -82,6 +84,7 @@ class LLM:
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        use_graphs: bool | None = None,
     ) -> None:
         # What is wrong without the model should not wait for the model.
         KVFormat.parse(kv_format, torch.float32)
@@ -106,7 +109,7 @@ class LLM:
         if isinstance(model, PreTrainedModel):
             self.model, self.tokenizer, self.model_path = model.eval(), tokenizer, None
         else:
-            loaded = load(model, dtype=dtype, device=device or "cpu")
+            loaded = load(model, dtype=dtype, device=device or best_device())
             self.model, self.tokenizer, self.model_path = loaded.model, loaded.tokenizer, loaded.path
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if max_model_len is None:
@@ -122,6 +125,7 @@ class LLM:
             kv_cache_bytes=kv_cache_bytes,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            use_graphs=use_graphs,
         )
         self.pool = BlockPool(self.runner.num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(

@@ -83,7 +83,7 @@ def load(
     try:
         place = torch.device(device)
     except RuntimeError as error:  # torch's answer to a name that it does not know
-        raise ModelError(f"unknown device {device!r}; give cpu") from error
+        raise ModelError(f"unknown device {device!r}; give cpu or cuda") from error
     kind = _dtype(dtype, place)
     folder = resolve(model, cache_dir)
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -15,12 +16,17 @@ from octavo.backend import Backend, BuilderConfig, Impl, MetadataBuilder
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.engine.attention import CurrentStep, PagedLayer, attach
+from octavo.engine.graphs import DecodeGraphs
 from octavo.engine.probe import ProbedLayer, probe
 from octavo.engine.scheduler import ScheduledChunk
 from octavo.errors import Unsupported
+from octavo.launch import Plan
 
-MEMORY_SHARE = 0.25
-"""Share of the free memory that the cache takes when no budget is given."""
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+"""Share of the device's free memory that the cache takes when no budget is given."""
+
+WARM_UP_ROWS = {"cpu": (1, 32), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+"""New tokens of the sequences that kernels are compiled for: on a GPU, every tile from decode to prefill."""
 
 
 class ModelRunner:
@@ -31,13 +37,15 @@ class ModelRunner:
         kv_format: how the cache stores K and V.
         block_size: tokens of a page.
         num_blocks: pages; None: as many as `kv_cache_bytes` holds.
-        kv_cache_bytes: memory budget of the cache; None: a quarter of the free memory.
+        kv_cache_bytes: memory budget of the cache; None: MEMORY_SHARE of what is free.
         max_num_seqs, max_model_len: what the cache must hold at most.
+        use_graphs: decode steps run as CUDA graphs; None: on a GPU, if the model can be captured.
 
     Raises:
         ModelError: the model's attention cannot be replaced, with the reason.
         Unsupported: no kernels serve it on this device or in this format, with the reason.
-        ValueError: the budget holds no page, or the machine does not hold the cache.
+        ValueError: the budget holds no page, the machine does not hold the cache, or graphs are asked for where
+            there are none.
     """
 
     def __init__(
@@ -50,7 +58,10 @@ class ModelRunner:
         kv_cache_bytes: int | None,
         max_num_seqs: int,
         max_model_len: int,
+        use_graphs: bool | None,
     ) -> None:
+        if use_graphs and model.device.type != "cuda":
+            raise ValueError(f"use_graphs=True needs a model on a GPU, this one is on {model.device}")
         self.model = model
         self.block_size = block_size
         layers = probe(model, max_model_len)
@@ -69,7 +80,9 @@ class ModelRunner:
         )
         if num_blocks is None:
             most = max_num_seqs * -(-max_model_len // block_size)
-            budget = int(_free_memory() * MEMORY_SHARE) if kv_cache_bytes is None else kv_cache_bytes
+            budget = kv_cache_bytes
+            if budget is None:
+                budget = int(_free_memory(model.device) * MEMORY_SHARE[model.device.type])
             num_blocks = min(most, budget // self.bytes_per_block)
         if num_blocks < 1:
             raise ValueError(
@@ -78,19 +91,19 @@ class ModelRunner:
             )
         self.num_blocks = num_blocks
         self._step = CurrentStep()
-        self._builder = MetadataBuilder(
-            BuilderConfig(
-                num_q_heads=max(layer.spec.num_q_heads for layer in layers),
-                value_dim=max(layer.spec.v_dim for layer in layers),
-                block_size=block_size,
-                num_blocks=num_blocks,
-                max_model_len=max_model_len,
-                device=model.device,
-            )
+        config = BuilderConfig(
+            num_q_heads=max(layer.spec.num_q_heads for layer in layers),
+            value_dim=max(layer.spec.v_dim for layer in layers),
+            num_kv_heads=min(layer.spec.num_kv_heads for layer in layers),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            device=model.device,
         )
+        self._builder = MetadataBuilder(config)
         try:
             caches = _make_caches(layers, model, kv_format, block_size, num_blocks)
-        except (OSError, MemoryError, OverflowError) as error:
+        except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"{num_blocks} blocks of {self.bytes_per_block} bytes do not fit this machine's memory ({error}): "
                 f"lower num_blocks or kv_cache_bytes"
@@ -105,14 +118,32 @@ class ModelRunner:
         self._keeps_chosen_logits = model._supports_logits_to_keep()
         for layer, cache in {(x.spec, c.k_cache.dtype): (x, c) for x, c in zip(layers, caches, strict=True)}.values():
             self._warm_up(layer, cache)
+        self._graphs = None
+        if use_graphs or (use_graphs is None and model.device.type == "cuda"):
+            self._graphs = self._capture(config, max_num_seqs, required=use_graphs is True)
+
+    @torch.inference_mode()
+    def _capture(self, config: BuilderConfig, max_num_seqs: int, required: bool) -> DecodeGraphs | None:
+        try:
+            return DecodeGraphs(self._forward, config, max_num_seqs)
+        except RuntimeError as error:  # a model may wait for the device in its forward, which no graph can hold
+            if required:
+                raise Unsupported(f"{type(self.model).__name__} cannot be captured as CUDA graphs: {error}") from error
+            warnings.warn(f"decode runs without CUDA graphs, slower: {error}", RuntimeWarning, stacklevel=4)
+            return None
 
     def _warm_up(self, layer: ProbedLayer, cache: LayerCache) -> None:
-        """Let kernels compile before the first request: one row against one key of an empty cache."""
-        plan = self._builder.build(0, AttentionBatch.from_lengths([1], [1], [[0]], device=self.model.device))
+        """Let kernels compile before the first request: some rows against an empty cache, nothing stored."""
+        spec, impl = layer.spec, Impl(layer.spec, sinks=layer.sinks)
         like = {"dtype": self.model.dtype, "device": self.model.device}
-        q = torch.zeros(1, layer.spec.num_q_heads, layer.spec.head_dim, **like)
-        out = torch.zeros(1, layer.spec.num_q_heads, layer.spec.v_dim, **like)
-        Impl(layer.spec, sinks=layer.sinks).forward(q, None, None, cache, plan, out)
+        for n in WARM_UP_ROWS[self.model.device.type]:
+            table, slots = [[0] * -(-n // self.block_size)], torch.full((n,), -1)
+            batch = AttentionBatch.from_lengths([n], [n], table, slot_mapping=slots, device=self.model.device)
+            plan = self._builder.build(0, batch)
+            q, out = (torch.zeros(n, spec.num_q_heads, width, **like) for width in (spec.head_dim, spec.v_dim))
+            k, v = (torch.zeros(n, spec.num_kv_heads, width, **like) for width in (spec.head_dim, spec.v_dim))
+            impl.update_cache(k, v, cache, plan)
+            impl.forward(q, None, None, cache, plan, out)
 
     @property
     def bytes_per_token(self) -> float:
@@ -129,6 +160,11 @@ class ModelRunner:
         Returns:
             [number of chunks that sample, vocab_size], in the model's dtype and the chunks' order.
         """
+        shared = _common_prefix_len(chunks, self.block_size)
+        if not self._builder.use_cascade(shared, len(chunks)):
+            shared = 0
+        if self._graphs is not None and not shared and self._graphs.fit(chunks):
+            return self._graphs.run(chunks)
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -149,22 +185,24 @@ class ModelRunner:
             slot_mapping=torch.tensor(slots),
             device=device,
         )
-        shared = _common_prefix_len(chunks, self.block_size)
-        if not self._builder.use_cascade(shared, len(chunks)):
-            shared = 0
-        rows = torch.tensor(sampled_rows, dtype=torch.long, device=device)
-        keep = {"logits_to_keep": rows} if self._keeps_chosen_logits else {}
-        self._step.plan = self._builder.build(shared, batch)
+        return self._forward(
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            self._builder.build(shared, batch),
+            torch.tensor(sampled_rows, dtype=torch.long, device=device),
+        )
+
+    def _forward(self, ids: Tensor, positions: Tensor, plan: Plan, rows: Tensor | None) -> Tensor:
+        """Logits [n, vocab_size] of the given rows; None: of all. ids and positions are [num_tokens] int64."""
+        keep = {"logits_to_keep": rows} if self._keeps_chosen_logits and rows is not None else {}
+        self._step.plan = plan
         try:
             logits: Tensor = self.model(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                **keep,
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **keep
             ).logits[0]
         finally:
             self._step.plan = None
-        return logits if self._keeps_chosen_logits else logits[rows]
+        return logits if rows is None or self._keeps_chosen_logits else logits[rows]
 
 
 def _make_caches(
@@ -195,8 +233,10 @@ def _common_prefix_len(chunks: Sequence[ScheduledChunk], block_size: int) -> int
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) * block_size
 
 
-def _free_memory() -> int:
+def _free_memory(device: torch.device) -> int:
     """Bytes of memory that programs can have now; where the system does not say, half of what is built in."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(facts["MemAvailable"].split()[0]) * 1024
