@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"errors", "spec", "formats", "launch"},
     "planner": {"checks", "launch", "batch", "spec", "formats", "kernels"},
     "run": {"checks", "errors", "launch", "kernels", "distributed", "cache", "spec"},
+    "ops": {"cache", "launch", "run", "spec"},
     "functional": BELOW_THE_BACKEND | {"kernels", "reference"},
     "backend": BELOW_THE_BACKEND | {"kernels"},
     "bench": BELOW_THE_BACKEND | {"reference"},

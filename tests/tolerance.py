@@ -7,11 +7,14 @@ oracle is the unit in which a kernel's error is measured.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from octavo import reference
 from octavo.bench.cases import Problem
+from octavo.cache import LayerCache
 
 EAGER_ERRORS = 3.0
 """How many times the eager error is allowed."""
@@ -20,9 +23,28 @@ ULPS = 8.0
 """What is allowed besides, in units of the last place: merging parts rounds a few times more."""
 
 
+def on_cpu(problem: Problem) -> Problem:
+    """The same problem in the CPU's memory, where all results are compared."""
+    if problem.q.device.type == "cpu":
+        return problem
+    batch, cache = problem.batch, problem.cache
+    tables = {name: getattr(batch, name).cpu() for name in ("query_start_loc", "seq_lens", "block_table")}
+    terms = {name: x if x is None else x.cpu() for name in ("alibi_slopes", "sinks") for x in [getattr(problem, name)]}
+    return replace(
+        problem,
+        batch=replace(batch, **tables, slot_mapping=None),
+        q=problem.q.cpu(),
+        cache=LayerCache(cache.k_cache.cpu(), cache.v_cache.cpu()),
+        keys=tuple(k.cpu() for k in problem.keys),
+        values=tuple(v.cpu() for v in problem.values),
+        **terms,
+    )
+
+
 def exact(problem: Problem) -> tuple[Tensor, Tensor]:
     """The float64 oracle's out and lse. The problem must hold all keys (not a shard of them)."""
     assert problem.shard.dcp_world == 1
+    problem = on_cpu(problem)
     return reference.attention(
         problem.spec,
         problem.batch,
@@ -36,6 +58,7 @@ def exact(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def eager(problem: Problem) -> tuple[Tensor, Tensor]:
     """The same in float32 on unpaged keys, rounded where kernels round: out in q's dtype, lse in float32."""
+    problem = on_cpu(problem)
     spec, batch = problem.spec, problem.batch
     out = torch.zeros(batch.num_tokens, spec.num_q_heads, spec.v_dim, dtype=problem.q.dtype)
     lse = torch.full((batch.num_tokens, spec.num_q_heads), -torch.inf)
@@ -79,7 +102,8 @@ def assert_within(what: str, actual: Tensor, true: Tensor, plain: Tensor) -> Non
         plain: the eager result, same shape, in the dtype that sets the unit of the last place.
     """
     assert actual.shape == true.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(true.shape)}"
-    actual, precise = actual.double(), plain.double()
+    actual, true, plain = actual.cpu().double(), true.cpu(), plain.cpu()
+    precise = plain.double()
     finite = true.isfinite()
     wrong = (actual.isfinite() != finite) | (~finite & (actual != true))
     assert not bool(wrong.any()), (
@@ -112,6 +136,7 @@ def assert_same_bits(what: str, actual: Tensor, wanted: Tensor) -> None:
     """Fail unless two tensors hold the same bits, NaN and the sign of zero included."""
     assert actual.dtype == wanted.dtype
     assert actual.shape == wanted.shape, f"{what}: {tuple(actual.shape)} and {tuple(wanted.shape)}"
+    actual, wanted = actual.cpu(), wanted.cpu()
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     differs = actual.contiguous().view(integer) != wanted.contiguous().view(integer)
     assert not bool(differs.any()), (

@@ -11,7 +11,7 @@ class Backend:
 
     Args:
         name: as `paged_attention(backend=...)` knows it.
-        device: where its tensors live.
+        device: where its tensors live; on "cuda" its tests are marked gpu.
         numba: whether the CPU family may use Numba; without it everything runs in PyTorch.
     """
 
@@ -20,4 +20,8 @@ class Backend:
     numba: bool = True
 
 
-BACKENDS = (Backend("cpu", device="cpu"), Backend("cpu", device="cpu", numba=False))
+BACKENDS = (
+    Backend("cpu", device="cpu"),
+    Backend("cpu", device="cpu", numba=False),
+    Backend("triton", device="cuda"),
+)

@@ -10,7 +10,11 @@ import octavo.kernels.cpu
 from conformance.backends import BACKENDS, Backend
 
 
-@pytest.fixture(scope="session", params=BACKENDS, ids=lambda b: b.name if b.numba else f"{b.name} without numba")
+@pytest.fixture(
+    scope="module",  # not longer: tests elsewhere must not run without Numba
+    params=[pytest.param(b, marks=[pytest.mark.gpu] if b.device == "cuda" else []) for b in BACKENDS],
+    ids=[b.name if b.numba else f"{b.name} without numba" for b in BACKENDS],
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with pytest.MonkeyPatch.context() as patch:
         if not request.param.numba:

@@ -40,7 +40,7 @@ WHOLE = Cut()
 def solve(
     backend: Backend, case: Case, cut: Cut = WHOLE, *, poison: float = float("nan"), seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a case under a cut: out [num_tokens, H, value_dim] in its dtype, lse [num_tokens, H].
+    """Attention of a case under a cut: out [num_tokens, H, value_dim] in its dtype, lse [num_tokens, H], on CPU.
 
     Each rank gets pages of its own with `poison` in every row that holds no key.
     """
@@ -57,7 +57,7 @@ def solve(
         )
         parts.append(attend(problem, make_plan(problem, cut)))
     out, lse = over_ranks(parts, problem.sinks)
-    return out.to(case.dtype), lse
+    return out.to(case.dtype).cpu(), lse.cpu()
 
 
 def over_ranks(parts: list[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -123,12 +123,13 @@ def seen_slots(problem: Problem) -> Tensor:
     """[num_blocks, block_size] bool: the rows of the cache that some query of the batch sees, key by key."""
     spec, batch = problem.spec, problem.batch
     seen = torch.zeros(problem.cache.num_blocks, problem.case.block_size, dtype=torch.bool)
+    table = batch.block_table.tolist()
     for i, (q_len, seq_len) in enumerate(zip(problem.case.query_lens, problem.case.seq_lens, strict=True)):
         for position in range(seq_len - q_len, seq_len):
             for local in range(problem.shard.local_count(seq_len)):
                 j = problem.shard.global_position(local)
                 if visible(spec, position, j, seq_len):
-                    block = batch.block_table[i, local // problem.case.block_size]
+                    block = table[i][local // problem.case.block_size]
                     seen[block, local % problem.case.block_size] = True
     return seen
 

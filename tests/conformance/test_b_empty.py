@@ -88,12 +88,13 @@ def test_no_key_rows_at_all(backend: Backend, causal: bool) -> None:
     spec = AttentionSpec(2, 2, 64, causal=causal)
     pages = LayerCache(*(torch.zeros(0, 1, 2, 64, device=backend.device) for _ in "kv"))
     offsets = torch.tensor([0, 4], dtype=torch.int32)
-    batch = AttentionBatch.from_raw_keys(offsets, torch.zeros_like(offsets))
+    batch = AttentionBatch.from_raw_keys(offsets, torch.zeros_like(offsets), device=backend.device)
     planner = Planner(num_q_heads=2, value_dim=64, block_size=1, num_blocks=0, device=backend.device)
     for num_splits in (None, 3):
         out = torch.full((4, 2, 64), 99.0, device=backend.device)
         lse = torch.full((4, 2), 99.0, device=backend.device)
-        octavo.run(planner.plan(batch, num_splits=num_splits), spec, torch.randn(4, 2, 64), pages, out, lse)
+        q = torch.randn(4, 2, 64, device=backend.device)
+        octavo.run(planner.plan(batch, num_splits=num_splits), spec, q, pages, out, lse)
         assert bool((out == 0).all())
         assert bool((lse == EMPTY).all())
 

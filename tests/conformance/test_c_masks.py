@@ -153,9 +153,9 @@ def test_a_row_is_a_call_on_its_own_keys(backend: Backend, cut: Cut, mask: dict)
             problem.q[row : row + 1],
             k.unsqueeze(1),
             v.unsqueeze(1),
-            torch.arange(len(seen), dtype=torch.int32).unsqueeze(0),
-            torch.tensor([len(seen)], dtype=torch.int32),
-            torch.tensor([0, 1], dtype=torch.int32),
+            torch.arange(len(seen), dtype=torch.int32, device=backend.device).unsqueeze(0),
+            torch.tensor([len(seen)], dtype=torch.int32, device=backend.device),
+            torch.tensor([0, 1], dtype=torch.int32, device=backend.device),
             causal=False,
         )
         for name, whole, one, true, plain in (

@@ -35,13 +35,14 @@ def attend_scores(
     v[0, :n, 0, :n] = torch.eye(n)
     q = torch.zeros(new, 1, 16)
     q[..., 0] = 1.0
+    moved = {name: x.to(backend.device) if isinstance(x, Tensor) else x for name, x in options.items()}
     out, lse = octavo.paged_attention(
         *(x.to(backend.device) for x in (q, k, v)),
         torch.tensor([[0]], dtype=torch.int32, device=backend.device),
         torch.tensor([n], dtype=torch.int32, device=backend.device),
         torch.tensor([0, new], dtype=torch.int32, device=backend.device),
         backend=backend.name,
-        **{"softmax_scale": 1.0} | options,
+        **{"softmax_scale": 1.0} | moved,
     )
     return out[:, 0, :n], lse[:, 0]
 
@@ -207,8 +208,8 @@ def test_decode_equals_prefill_rows(backend: Backend, alibi: str | None) -> None
             problem.cache.k_cache,
             problem.cache.v_cache,
             problem.batch.block_table,
-            torch.tensor([n], dtype=torch.int32),
-            torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([n], dtype=torch.int32, device=backend.device),
+            torch.tensor([0, 1], dtype=torch.int32, device=backend.device),
             window_left=9,
             logits_soft_cap=2.0,
             sinks=problem.sinks,

@@ -44,7 +44,7 @@ def on_raw_keys(problem: Problem) -> Problem:
     return Problem(
         case=Case("raw", problem.spec, problem.case.query_lens, problem.case.seq_lens, 1, dtype=problem.case.dtype),
         shard=problem.shard,
-        batch=AttentionBatch.from_raw_keys(problem.batch.query_start_loc, offsets),
+        batch=AttentionBatch.from_raw_keys(problem.batch.query_start_loc.cpu(), offsets, device=problem.q.device),
         q=problem.q,
         cache=LayerCache(k.unsqueeze(1), v.unsqueeze(1)),
         keys=problem.keys,

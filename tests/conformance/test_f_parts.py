@@ -28,8 +28,8 @@ def part(backend: Backend, problem: Problem, start: int, stop: int) -> tuple[Ten
         problem.q.float(),
         k,
         v,
-        torch.arange(stop - start, dtype=torch.int32).unsqueeze(0),
-        torch.tensor([stop - start], dtype=torch.int32),
+        torch.arange(stop - start, dtype=torch.int32, device=backend.device).unsqueeze(0),
+        torch.tensor([stop - start], dtype=torch.int32, device=backend.device),
         problem.batch.query_start_loc,
         causal=False,
         logits_soft_cap=problem.spec.logits_soft_cap,
@@ -65,7 +65,7 @@ def test_any_cut_of_the_keys(
 ) -> None:
     """F03, F10: parts of any length, empty too, in any order, with LSE and output as any strided view."""
     spec = AttentionSpec(5, 1, 16, causal=False, logits_soft_cap=2.0, sinks=sinks)
-    problem = build(Case("cut", spec, (3,), (40,), dtype=torch.float32))
+    problem = build(Case("cut", spec, (3,), (40,), dtype=torch.float32), device=backend.device)
     edges = [0, *cuts, 40]
     pieces = list(itertools.pairwise(edges))
     order.shuffle(pieces)
@@ -80,8 +80,8 @@ def test_merge_is_associative(backend: Backend) -> None:
     """Merging two parts and then the third = merging three, up to rounding; many requests, 5 heads (F03)."""
     generator = torch.Generator().manual_seed(3)
     outs, lses = (
-        torch.randn(3, 128, 5, 16, generator=generator),
-        4 * torch.randn(3, 128, 5, generator=generator),
+        torch.randn(3, 128, 5, 16, generator=generator).to(backend.device),
+        4 * torch.randn(3, 128, 5, generator=generator).to(backend.device),
     )
     lses = as_view(lses, "heads first")
     at_once = octavo.merge_states(outs, lses)
@@ -187,7 +187,7 @@ def test_splits_are_as_exact_as_no_splits(backend: Backend, dtype: torch.dtype) 
         out, lse = attend(problem, make_plan(problem, Cut(num_splits=num_splits)))
         assert_within("out", out, true_out, plain_out)
         assert_within("lse", lse, true_lse, plain_lse)
-        errors.append(float((out.double() - true_out).abs().max()))
+        errors.append(float((out.cpu().double() - true_out).abs().max()))
     assert errors[1] <= errors[0] + torch.finfo(dtype).eps * float(true_out.abs().max())
 
 

@@ -138,7 +138,8 @@ def test_fused_query_key_value(backend: Backend, order: str) -> None:
     octavo.append(problem.cache, k, v, problem.batch.slot_mapping)
     problem = replace(problem, q=q, keys=(k,), values=(v,))
     assert_attention(problem, *attend(problem, make_plan(problem)))
-    raw = octavo.AttentionBatch.from_raw_keys(problem.batch.query_start_loc, problem.batch.query_start_loc)
+    offsets = problem.batch.query_start_loc.cpu()
+    raw = octavo.AttentionBatch.from_raw_keys(offsets, offsets, device=backend.device)
     raw_problem = replace(
         problem,
         batch=raw,
@@ -208,6 +209,6 @@ def test_page_numbers_past_16_bits(backend: Backend) -> None:
     problem = replace(
         problem,
         cache=LayerCache(*caches),
-        batch=replace(problem.batch, block_table=pages.to(torch.int32).unsqueeze(0)),
+        batch=replace(problem.batch, block_table=pages.to(backend.device, torch.int32).unsqueeze(0)),
     )
     assert_attention(problem, *attend(problem, make_plan(problem)))

@@ -49,7 +49,8 @@ def step(
     `slack` is added to the bounds that the host claims to know. Keys past the rows kept are not there yet.
     """
     lengths = [LENGTHS[s] - (NEW - keep) for s in seqs]
-    batch = AttentionBatch.from_lengths([keep - drop] * len(seqs), lengths, problem.batch.block_table[list(seqs)])
+    table = problem.batch.block_table[list(seqs)]
+    batch = AttentionBatch.from_lengths([keep - drop] * len(seqs), lengths, table, device=table.device)
     batch = replace(batch, max_seq_len=batch.max_seq_len + slack, max_query_len=batch.max_query_len + slack)
     spec = problem.spec
     planner = Planner(
@@ -106,7 +107,7 @@ def test_bits_follow_from_the_row(backend: Backend, layer: str, dtype: torch.dty
 def test_the_cascade_of_the_test_shares_whole_splits(backend: Backend) -> None:
     """Otherwise the test above would compare a plan with itself."""
     problem = make(backend, "plain", torch.float32)
-    planner = Planner(num_q_heads=4, value_dim=16, block_size=16, batch_invariant=True)
+    planner = Planner(num_q_heads=4, value_dim=16, block_size=16, batch_invariant=True, device=backend.device)
     plan = planner.plan(problem.batch, prefix_levels=[groups(((0, 1, 4), 639))])
     assert len(plan.launches) == 2
     assert plan.launches[0].kv_splits.tolist() == [[0, 512]]
@@ -123,7 +124,7 @@ def test_one_call_form(backend: Backend) -> None:
         *arguments,
         batch.block_table[1:2],
         batch.seq_lens[1:2],
-        torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([0, 3], dtype=torch.int32, device=backend.device),
         batch_invariant=True,
         backend=backend.name,
     )

@@ -1,0 +1,372 @@
+"""What only a device can show: no waiting, no compiling while serving, graphs that outlive a step, wide offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo.batch import AttentionBatch
+from octavo.bench.cases import Case, Problem, build
+from octavo.cache import LayerCache, PagedKVCache
+from octavo.planner import Planner, PrefixGroup
+from octavo.spec import AttentionSpec
+from tolerance import assert_attention, assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+SPEC = AttentionSpec(8, 2, 64, window_left=200, logits_soft_cap=30.0, sinks=True)
+LENGTHS = (300, 1, 77, 1000, 16, 530, 44, 9)
+CAP = 1024
+"""The longest sequence that a graph is captured for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A problem on a device with what it takes to run it again and again."""
+
+    problem: Problem
+    planner: Planner
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, case: Case, device: str = "cuda", **options: object) -> Step:
+        problem, spec = build(case, device=device, poison=float("nan")), case.spec
+        planner = Planner(
+            num_q_heads=spec.num_q_heads,
+            value_dim=spec.v_dim,
+            block_size=case.block_size,
+            num_blocks=problem.cache.num_blocks,
+            device=problem.q.device,
+            **options,
+        )
+        out = problem.q.new_empty(len(problem.q), spec.num_q_heads, spec.v_dim)
+        return cls(problem, planner, out, out.new_empty(out.shape[:2], dtype=torch.float32))
+
+    def run(self, **options: object) -> None:
+        problem = self.problem
+        plan = self.planner.plan(problem.batch, **options)
+        octavo.run(
+            plan,
+            problem.spec,
+            problem.q,
+            problem.cache,
+            self.out,
+            self.lse,
+            alibi_slopes=problem.alibi_slopes,
+            sinks=problem.sinks,
+        )
+
+
+def decode(lengths: tuple[int, ...], new: int = 1, **options: object) -> Case:
+    query_lens = tuple(min(new, n) for n in lengths)
+    return Case("decode", SPEC, query_lens, lengths, **{"dtype": torch.bfloat16} | options)
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def compiling_is_an_error() -> Iterator[None]:
+    from triton.runtime.jit import JITFunction
+
+    def refuse(self: object, *_: object, **__: object) -> None:
+        raise AssertionError(f"{self} was compiled again")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "_do_compile", refuse)
+        yield
+
+
+CUTS = {
+    "default": {},
+    "splits": {"num_splits": 3},
+    "invariant": {"batch_invariant": True},
+    "cascade": {"prefix_levels": [[PrefixGroup((0, 3, 5), 256)]]},
+}
+
+
+@pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
+@pytest.mark.parametrize("new", [1, 4, 300])
+def test_a_step_does_not_wait(new: int, cut: str) -> None:
+    """L05: making a plan, writing and attending copy nothing from the device and wait for nothing."""
+    options = dict(CUTS[cut])
+    step = Step.of(decode(LENGTHS, new), batch_invariant=options.pop("batch_invariant", False))
+    batch = step.problem.batch
+    k = torch.randn(batch.slot_mapping.numel(), 2, 64, dtype=torch.bfloat16, device="cuda")
+
+    def everything() -> None:
+        octavo.append(step.problem.cache, k, k, batch.slot_mapping)
+        step.run(**options)
+
+    everything()
+    with waiting_is_an_error():
+        everything()
+
+
+def test_a_merge_does_not_wait() -> None:
+    outs, lses = torch.randn(3, 5, 4, 8, device="cuda"), torch.randn(3, 5, 4, device="cuda")
+    with waiting_is_an_error():
+        octavo.merge_states(outs, lses)
+
+
+@pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
+def test_nothing_compiles_while_serving(cut: str) -> None:
+    """L04: batches of 3, then of 1, 8, 16 and 17 (values that Triton specialises on), lengths likewise."""
+    options = dict(CUTS[cut])
+    invariant = options.pop("batch_invariant", False)
+
+    def serve(case: Case) -> None:
+        step = Step.of(case, batch_invariant=invariant)
+        batch = replace(step.problem.batch, max_seq_len=CAP)
+        step = replace(step, problem=replace(step.problem, batch=batch))
+        k = torch.zeros(batch.slot_mapping.numel(), 2, 64, dtype=torch.bfloat16, device="cuda")
+        octavo.append(step.problem.cache, k, k, batch.slot_mapping)
+        step.run(**options)
+
+    serve(decode((40, 50, 60)))
+    serve(decode((40, 50, 60), 30))
+    serve(decode((40, 50, 60), 60))
+    with compiling_is_an_error():
+        for n in (1, 8, 16, 17):
+            serve(decode((33,) * n))
+            serve(decode((16,) * n))
+            serve(decode((1,) * n))
+        for lengths in ((48,), (64, 33, 40), (40,) * 16):
+            serve(decode(lengths, 30))
+
+
+@pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_graph_serves_other_lengths(new: int, cut: str) -> None:
+    """J05, J06, J08, J15: captured with the bounds of the longest sequence, replayed for other lengths, for fewer
+    sequences (the others have no key) and in another order; a plan and an attention are in the graph."""
+    options = dict(CUTS[cut])
+    invariant = options.pop("batch_invariant", False)
+    cases = [
+        decode(tuple(max(n, new) for n in lengths), new)
+        for lengths in (LENGTHS, (5, 900, 512, 256, 1024, 3, 3, 70), (1024,) * 8, (4,) * 8)
+    ]
+    width = CAP // 16
+    captured = Step.of(replace(cases[0], seq_lens=(CAP,) * 8), batch_invariant=invariant)
+    problem = captured.problem
+    table = torch.zeros(8, width, dtype=torch.int32, device="cuda")
+    batch = replace(problem.batch, block_table=table, max_seq_len=CAP, slot_mapping=None)
+    captured = replace(captured, problem=replace(problem, batch=batch))
+    captured.run(**options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run(**options)
+
+    def replay(case: Case) -> None:
+        """Load a problem into the captured buffers and compare."""
+        other = build(case, device="cuda")
+        rows = len(other.q)
+        problem.q[:rows] = other.q
+        assert problem.sinks is not None
+        problem.sinks.copy_(other.sinks)
+        problem.cache.k_cache[: other.cache.num_blocks] = other.cache.k_cache
+        problem.cache.v_cache[: other.cache.num_blocks] = other.cache.v_cache
+        n = len(case.seq_lens)
+        batch.seq_lens.zero_()
+        batch.seq_lens[:n] = other.batch.seq_lens
+        table.fill_(2**30)
+        table[:n, : other.batch.block_table.shape[1]] = other.batch.block_table[:, :width]
+        captured.out.fill_(99.0)
+        graph.replay()
+        assert_attention(other, captured.out[:rows], captured.lse[:rows])
+        assert bool((captured.out[rows:] == 0).all()), "a sequence without keys gives 0"
+
+    for case in (*cases, *reversed(cases)):
+        replay(case)
+    fewer = replace(cases[1], query_lens=cases[1].query_lens[:5], seq_lens=cases[1].seq_lens[:5])
+    replay(fewer)
+    replay(cases[0])
+
+
+def test_the_second_device() -> None:
+    """L03: tensors on device 1 while device 0 is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    assert torch.cuda.current_device() == 0
+    case = decode(LENGTHS, 4)
+    for num_splits in (None, 3):
+        step = Step.of(case, "cuda:1")
+        batch = step.problem.batch
+        k, v = (
+            torch.cat([x[len(x) - n :] for x, n in zip(side, case.query_lens, strict=True)])
+            for side in (step.problem.keys, step.problem.values)
+        )
+        octavo.append(step.problem.cache, k, v, batch.slot_mapping)
+        step.run(num_splits=num_splits)
+        assert_attention(step.problem, step.out, step.lse)
+    assert torch.cuda.current_device() == 0
+
+
+def test_append_many_rows() -> None:
+    """More rows than a launch grid has in its second dimension."""
+    rows = 70_001
+    cache = PagedKVCache(num_layers=1, num_blocks=rows, block_size=1, num_kv_heads=1, head_dim=8, device="cuda").layer(
+        0
+    )
+    k = torch.randn(rows, 1, 8, device="cuda").bfloat16()
+    slots = torch.randperm(rows, device="cuda")
+    octavo.append(cache, k, -k, slots)
+    assert_same_bits("K", cache.k_cache[slots, 0], k)
+    assert_same_bits("V", cache.v_cache[slots, 0], -k)
+
+
+@pytest.fixture
+def wide_row() -> Iterator[Tensor]:
+    """Rows of 8192 elements past offset 2^31, each filled with its number modulo 251: H03."""
+    rows = torch.arange(262_145, device="cuda")
+    yield (rows % 251).to(torch.bfloat16)[:, None, None].expand(-1, 64, 128).contiguous()
+    torch.cuda.empty_cache()
+
+
+def test_append_from_far_rows(wide_row: Tensor) -> None:
+    rows = len(wide_row)
+    cache = PagedKVCache(num_layers=1, num_blocks=4, block_size=1, num_kv_heads=64, head_dim=128, device="cuda").layer(
+        0
+    )
+    slots = torch.full((rows,), -1, device="cuda")
+    slots[[0, rows - 2, rows - 1]] = torch.tensor([0, 2, 3], device="cuda")
+    octavo.append(cache, wide_row, wide_row, slots)
+    assert_same_bits("K", cache.k_cache[[0, 2, 3], 0], wide_row[[0, rows - 2, rows - 1]])
+
+
+def far_cache(like: LayerCache, num_blocks: int) -> LayerCache:
+    """A cache whose last pages lie past 2^31 elements; its memory is not initialised."""
+    shape = like.k_cache.shape
+    cache = PagedKVCache(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=shape[1],
+        num_kv_heads=shape[2],
+        head_dim=shape[3],
+        dtype=like.k_cache.dtype,
+        device="cuda",
+    ).layer(0)
+    assert (num_blocks - 1) * cache.k_cache.stride(0) > 2**31
+    return cache
+
+
+@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_far_pages(num_splits: int | None, new: int) -> None:
+    """H01, H02, H05, H07: pages of 16 x 8 x 128 x 2 elements with numbers up to 70000: written, then read."""
+    case = Case("far", AttentionSpec(32, 8, 128), (new, 1), (300, 40))
+    step = Step.of(case)
+    near = step.problem
+    step.run(num_splits=num_splits)
+    shift = 70_000 - near.cache.num_blocks
+    cache = far_cache(near.cache, 70_000)
+    cache.k_cache[shift:], cache.v_cache[shift:] = near.cache.k_cache, near.cache.v_cache
+    k, v = (
+        torch.cat([x[len(x) - n :] for x, n in zip(side, case.query_lens, strict=True)])
+        for side in (near.keys, near.values)
+    )
+    slots = near.batch.slot_mapping + shift * 16
+    block, offset = slots // 16, slots % 16
+    cache.k_cache[block, offset] = 0
+    octavo.append(cache, k, v, slots)
+    assert_same_bits("K", cache.k_cache[block, offset], k)
+    table = near.batch.block_table + shift
+    far = replace(near, cache=cache, batch=replace(near.batch, block_table=table, slot_mapping=slots))
+    planner = Planner(num_q_heads=32, value_dim=128, block_size=16, num_blocks=70_000, device="cuda")
+    there = replace(step, problem=far, planner=planner, out=torch.empty_like(step.out), lse=torch.empty_like(step.lse))
+    there.run(num_splits=num_splits)
+    assert_same_bits("out", there.out, step.out)
+    assert_same_bits("lse", there.lse, step.lse)
+    del cache, far, there
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_far_rows(num_splits: int | None) -> None:
+    """H03, H04: queries and results past 2^31 elements; every row sees its own key alone, so out is its value."""
+    n, heads, dim = 131_100, 128, 128
+    spec = AttentionSpec(heads, 1, dim, window_left=0)
+    values = torch.randn(n, 1, dim, device="cuda", dtype=torch.bfloat16)
+    batch = AttentionBatch.from_raw_keys(*[torch.tensor([0, n], dtype=torch.int32)] * 2, device="cuda")
+    planner = Planner(num_q_heads=heads, value_dim=dim, block_size=1, num_blocks=n, device="cuda")
+    q = torch.zeros(n, heads, dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.full_like(q, 99.0)
+    assert q.numel() > 2**31
+    octavo.run(planner.plan(batch, num_splits=num_splits), spec, q, LayerCache(values[:, None], values[:, None]), out)
+    for rows in (slice(0, 50), slice(n // 2, n // 2 + 50), slice(n - 50, n)):
+        assert_same_bits("out", out[rows], values[rows].expand(-1, heads, -1))
+    assert bool((out[:, 0] == values[:, 0]).all())
+    del q, out, planner
+    torch.cuda.empty_cache()
+
+
+def test_many_sequences() -> None:
+    """H: 65537 sequences of one new token."""
+    n = 65_537
+    spec = AttentionSpec(2, 1, 16)
+    values = torch.randn(n, 1, 16, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.arange(n + 1, dtype=torch.int32)
+    batch = AttentionBatch.from_raw_keys(offsets, offsets, device="cuda")
+    planner = Planner(num_q_heads=2, value_dim=16, block_size=1, num_blocks=n, device="cuda")
+    q = torch.randn(n, 2, 16, device="cuda", dtype=torch.bfloat16)
+    out = torch.full_like(q, 99.0)
+    for num_splits in (None, 2):
+        octavo.run(
+            planner.plan(batch, num_splits=num_splits),
+            spec,
+            q,
+            LayerCache(values[:, None], values[:, None]),
+            out.fill_(99),
+        )
+        assert_same_bits("out", out, values.expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(70_001, 2, 8), (70_001, 128, 128)])
+def test_merge_many_rows(tokens: int, heads: int, width: int) -> None:
+    """65536+ rows, and partial results past 2^31 elements."""
+    outs = torch.empty(2, tokens, heads, width, device="cuda").normal_()
+    lses = torch.zeros(2, tokens, heads, device="cuda")
+    lses[0] = -torch.inf
+    out, lse = octavo.merge_states(outs, lses)
+    assert bool((out == outs[1]).all())
+    assert bool((lse == 0).all())
+    del outs, out
+    torch.cuda.empty_cache()
+
+
+def run_twice(function: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    first, again = function(), function()
+    for name, a, b in zip(("out", "lse"), first, again, strict=True):
+        assert_same_bits(name, a, b)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_same_bits_twice(cut: str) -> None:
+    """A moving result is a race."""
+    options = dict(CUTS[cut])
+    invariant = options.pop("batch_invariant", False)
+    shared = tuple(group for level in options.get("prefix_levels", ()) for group in level)
+    step = Step.of(decode(LENGTHS, 4, shared=shared), batch_invariant=invariant)
+
+    def once() -> tuple[Tensor, Tensor]:
+        step.out.fill_(99.0)
+        step.run(**options)
+        return step.out.clone(), step.lse.clone()
+
+    for _ in range(5):
+        run_twice(once)
+    assert_attention(step.problem, *once())
