@@ -37,10 +37,10 @@ TEXT = (
 )
 
 
-def prompts(tokenizer: transformers.PreTrainedTokenizerBase, count: int, longest: int) -> Ids:
-    """Token ids of `count` prompts, lengths spread evenly from 8 to `longest`, no two with a common beginning."""
-    ids: list[int] = tokenizer(TEXT * (2 + longest // 80))["input_ids"]
-    lengths = [8 + (longest - 8) * i // max(count - 1, 1) for i in range(count)]
+def prompts(tokenizer: transformers.PreTrainedTokenizerBase, count: int, shortest: int, longest: int) -> Ids:
+    """Token ids of `count` prompts, lengths spread evenly, no two with a common beginning."""
+    ids: list[int] = tokenizer(TEXT * (2 + (longest + count) // 80))["input_ids"]
+    lengths = [shortest + (longest - shortest) * i // max(count - 1, 1) for i in range(count)]
     return [ids[i : i + n] for i, n in enumerate(lengths)]
 
 
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--shortest", type=int, default=8, help="tokens of the shortest prompt")
     parser.add_argument("--longest", type=int, default=128, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=64, help="generated tokens a prompt")
     parser.add_argument("--rounds", type=int, default=5)
@@ -110,7 +111,7 @@ def main() -> None:
         "transformers generate (padded, sdpa)": padded_provider(stock[0].model),
         "transformers generate_batch (sdpa)": continuous_provider(stock[1].model),
     }
-    batch = prompts(stock[0].tokenizer, args.prompts, args.longest)
+    batch = prompts(stock[0].tokenizer, args.prompts, args.shortest, args.longest)
     expected = providers["transformers generate (padded, sdpa)"](batch, args.tokens)
     for name, run in providers.items():
         same = sum(a == b for a, b in zip(run(batch, args.tokens), expected, strict=True))
