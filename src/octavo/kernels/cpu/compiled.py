@@ -25,8 +25,8 @@ TILE_ROWS = 192
 """Rows (tokens x group) of a prefill item: enough to pay for widening its keys, few enough for the cache."""
 
 SMALL = 1 << 23
-"""Bytes of K and V below which one thread does it: another must be woken, and takes a core from PyTorch's threads, which
-wait in a loop for the next matrix product (with 2 MiB here, 16 short prompts generate 10 % slower)."""
+"""Bytes of K and V below which one thread does it. Another must be woken, and takes a core from PyTorch's threads,
+which wait in a loop for the next matrix product: with 2 MiB, 16 short prompts were generated 10 % slower."""
 
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
@@ -55,6 +55,8 @@ class Work(NamedTuple):
     rows: native.Rows
     decode_items: Array  # [n, 6] int64, as decode.work takes them
     prefill_items: Array  # [n, 5] int64, as prefill.work takes them
+    max_units: int  # blocks of four query heads of the largest decode item
+    max_rows: int  # launch rows of the largest prefill item
     decode_keys: int  # keys read by the decode items, per KV head
     prefill_pairs: int  # (row, key) pairs of the prefill items, per query head
 
@@ -208,15 +210,13 @@ def _run(call: native.Call, work: Work, dtype: torch.dtype) -> None:
     facts, shape = native.plain(call), call.shape
     counters = np.zeros(2, np.int64)
     redo = np.zeros(len(work.prefill_items), np.bool_)
-    units = _units(shape, work.decode_items)
     items = work.prefill_items
-    max_rows = int((items[:, 3] - items[:, 2]).max(initial=0))
 
     def run() -> None:
         if len(work.decode_items):
-            DECODE[dtype](facts, work.decode_items, counters.ctypes.data, units)
+            DECODE[dtype](facts, work.decode_items, counters.ctypes.data, work.max_units)
         if len(items):
-            PREFILL[dtype](facts, items, counters.ctypes.data + 8, max_rows, redo)
+            PREFILL[dtype](facts, items, counters.ctypes.data + 8, work.max_rows, redo)
 
     widths = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * shape.group // FLOPS_PER_BYTE)
@@ -234,15 +234,13 @@ def _run_alone(call: native.Call, items: Array, dtype: torch.dtype) -> None:
         for row in range(start, end, FEW_ROWS)
     ]
     array, counter = np.array(pieces, np.int64), np.zeros(1, np.int64)
-    DECODE[dtype](native.plain(call), array, counter.ctypes.data, _units(call.shape, array))
+    DECODE[dtype](native.plain(call), array, counter.ctypes.data, _units(call.shape.group, array))
 
 
-def _units(shape: native.Shape, items: Array) -> int:
+def _units(group_size: int, items: Array) -> int:
     """Blocks of four query heads of the largest decode item."""
-    if not len(items):
-        return 0
     rows, heads = items[:, 3] - items[:, 2], items[:, 5] - items[:, 4]
-    return int((rows * heads).max()) * -(-shape.group // decode.HEADS)
+    return int((rows * heads).max(initial=0)) * -(-group_size // decode.HEADS)
 
 
 def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
@@ -269,10 +267,13 @@ def _make_work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
         # The decode kernel takes every row alone, always in the same order: bits depend on nothing else.
         if start < end:
             (few if plan.batch_invariant or end - start <= FEW_ROWS else many).append(i)
+    decode_items, prefill_items = _decode_items(spec, launch, starts, few), _prefill_items(spec, launch, starts, many)
     return Work(
         native.Rows(*(np.ascontiguousarray(x.numpy()) for x in facts)),
-        _decode_items(spec, launch, starts, few),
-        _prefill_items(spec, launch, starts, many),
+        decode_items,
+        prefill_items,
+        _units(spec.group_size, decode_items),
+        int((prefill_items[:, 3] - prefill_items[:, 2]).max(initial=0)),
         sum(int(seen[starts[i] : starts[i + 1]].max()) for i in few),
         sum(int(seen[starts[i] : starts[i + 1]].sum()) for i in many),
     )
