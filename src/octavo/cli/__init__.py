@@ -1,4 +1,4 @@
-"""The command line: `octavo generate`, `octavo doctor`.
+"""The command line: `octavo generate`, `octavo bench`, `octavo warmup`, `octavo doctor`.
 
 Standard output carries what was asked for (text, tables, JSON), standard error everything else. Exit codes:
 0, 1 (some prompts failed, or the reader of the output went away), 2 (wrong use), 130 (interrupted).
