@@ -38,7 +38,12 @@ def problem(query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> Problem:
     return build(Case("threads", SPEC, query_lens, seq_lens, dtype=torch.float32))
 
 
-PROBLEMS = [((1,), (700,)), ((1, 1, 3, 8), (300, 1, 77, 500)), ((1,) * 20, tuple(range(1, 200, 10)))]
+PROBLEMS = [
+    ((60, 1, 130), (400, 90, 130)),
+    ((1,), (700,)),
+    ((1, 1, 3, 8), (300, 1, 77, 500)),
+    ((1,) * 20, tuple(range(1, 200, 10))),
+]
 
 
 @pytest.mark.parametrize(("query_lens", "seq_lens"), PROBLEMS)
@@ -52,6 +57,24 @@ def test_two_threads_give_the_bits_of_one(query_lens, seq_lens, two_threads: Non
         assert_same_bits("out", together[0], alone[0])
         assert_same_bits("lse", together[1], alone[1])
     assert_attention(p, *together)
+
+
+def test_two_threads_write_and_merge_like_one(two_threads: None) -> None:
+    random = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 100, 3, 16, generator=random)
+    slots = torch.randperm(128, generator=random)[:100]
+    outs, lses = torch.randn(3, 100, 4, 16, generator=random), torch.randn(3, 100, 4, generator=random)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        cache = octavo.PagedKVCache(
+            num_layers=1, num_blocks=8, block_size=16, num_kv_heads=3, head_dim=16, dtype=torch.bfloat16
+        ).layer(0)
+        octavo.append(cache, k, v, slots)
+        results.append((cache.k_cache, cache.v_cache, *octavo.merge_states(outs, lses)))
+    for alone, together in zip(*results, strict=True):
+        assert_same_bits("two threads", together, alone)
+    assert torch.equal(results[0][0].flatten(0, 1)[slots], k.bfloat16())
 
 
 def test_several_callers(two_threads: None) -> None:
@@ -110,7 +133,7 @@ assert ["octavo[cpu]" in str(w.message) for w in caught] == [True], caught
 
 @pytest.mark.parametrize("query_len", [1, 40])
 def test_plans_of_one_planner_in_two_threads(query_len: int) -> None:
-    """Scratch memory is a thread's own: the Numba kernel (1 row) and the PyTorch kernel (40)."""
+    """Scratch memory is a thread's own, for the decode kernel (1 row) and the prefill kernel (40)."""
     problems = [problem((query_len,), (200 + i,)) for i in range(2)]
     expected = [attend(p, make_plan(p)) for p in problems]
     planner = octavo.Planner(num_q_heads=8, value_dim=32, block_size=16)

@@ -53,8 +53,8 @@ class Work(NamedTuple):
     """A launch's work for layers with one mask and head count."""
 
     rows: native.Rows
-    decode_items: Array  # [n, 6] int64, as decode.work takes them
-    prefill_items: Array  # [n, 5] int64, as prefill.work takes them
+    decode_items: Array  # [n, 6] int64, as the decode kernel takes them
+    prefill_items: Array  # [n, 5] int64, as the prefill kernel takes them
     max_units: int  # blocks of four query heads of the largest decode item
     max_rows: int  # launch rows of the largest prefill item
     decode_keys: int  # keys read by the decode items, per KV head
@@ -97,7 +97,7 @@ def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Write rows to slots; arguments as in `append.append`."""
+    """Write rows to slots; arguments as in `kernels.cpu.append`."""
     slots = slot_mapping.contiguous().numpy()
     copies = [
         rows.Copy(
@@ -132,7 +132,7 @@ def can_merge(parts: State, result: State) -> bool:
 
 
 def merge(parts: State, sinks: Tensor | None, result: State, num_rows: int) -> None:
-    """Merge the first num_rows rows; arguments as in `merge.merge`."""
+    """Merge the first num_rows rows; arguments as in `kernels.cpu.merge`."""
     assert parts.lse is not None
     out, lse, into = parts.out, parts.lse, result.lse
     num_parts, _, num_heads, width = out.shape
