@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from octavo.batch import AttentionBatch
 from octavo.checks import check_block_table
 from octavo.launch import Launch, Plan, Workspace
 from octavo.spec import KVShard
-
-if TYPE_CHECKING:
-    from octavo.kernels.triton.schedule import Step
 
 INVARIANT_SPLIT = 512
 """Keys of a split in the batch-invariant mode: boundaries at its multiples, whatever the batch."""
@@ -71,8 +67,6 @@ class Planner:
         batch_invariant: a request's output bits depend on that request alone. Splits then have a fixed
             number of keys, and prefixes are shared in whole splits.
         num_kv_heads: of the layers; how finely a GPU plan must cut the keys depends on it. None: num_q_heads.
-        graphs: on a GPU, plan decode steps of one size (num_tokens, num_seqs) into the same memory, so that a
-            captured CUDA graph replays with a later step's plan. A plan is then valid until the next of its size.
         check: compare lengths, tables and slots with their bounds at every plan. None: yes on CPU, where it
             costs next to nothing; on a GPU it waits for the device, so it is a debug mode.
 
@@ -91,7 +85,6 @@ class Planner:
         shard: KVShard = KVShard(),
         batch_invariant: bool = False,
         num_kv_heads: int | None = None,
-        graphs: bool = False,
         check: bool | None = None,
     ) -> None:
         sizes = {"num_q_heads": num_q_heads, "value_dim": value_dim, "block_size": block_size}
@@ -106,8 +99,6 @@ class Planner:
         self.batch_invariant = batch_invariant
         self.check = torch.device(device).type == "cpu" if check is None else check
         self._workspace = Workspace(device)
-        self._graphs = graphs
-        self._steps: dict[tuple[int, int, int | None], Step] = {}
         self._pieces_for = num_q_heads if num_kv_heads is None else num_kv_heads
 
     def plan(
@@ -191,12 +182,7 @@ class Planner:
             self._check_batch(batch, self.shard.local_count(batch.seq_lens))
         few = batch.max_query_len <= MAX_PIECE_ROWS and batch.num_seqs <= MAX_PIECE_SEQS
         num_pieces = self._num_pieces(batch.max_query_len) if few else None
-        sizes = batch.num_tokens, batch.num_seqs, num_pieces
-        step = self._steps.get(sizes)
-        if step is None:
-            step = triton.empty_step(batch.num_tokens, batch.num_seqs, num_pieces, batch.device)
-            if few and self._graphs:
-                self._steps[sizes] = step
+        step = triton.empty_step(batch.num_tokens, batch.num_seqs, num_pieces, batch.device)
         triton.fill_step(step, batch.query_start_loc, batch.seq_lens, self.shard, num_pieces, self._workspace.kernels)
         launch = Launch(batch.query_start_loc, step.kv_splits, 0, max_query_len=batch.max_query_len, pieces=step.pieces)
         return self._finish(batch, (launch,), step.positions, step.seq_lens, 1)
