@@ -5,8 +5,9 @@ q's) has some largest error against the oracle. EAGER_ERRORS times that is allow
 the true value besides; infinities and NaN never are. The second part is relative to the value, not to 1: the mean of
 thousands of values is small, and nothing but zeros would be near enough.
 
-The oracle takes minutes on a long prefill, so rows are sampled: the first and the last of every sequence and some
-between. Of the other rows it is checked that they hold numbers.
+The oracle takes minutes on a long prefill, so rows are sampled: the first and the last of every sequence (of some,
+where they are many) and some between. Of the other rows it is checked that they hold numbers. It runs where the
+problem is: a GPU computes float64 too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ ULPS = 8.0
 
 SPREAD = 16
 """Rows that are sampled besides those at the ends of sequences, evenly over the step."""
+
+MAX_SEQS = 32
+"""Sequences whose ends are sampled at most, evenly over the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +72,31 @@ def sample(case: Case, spread: int = SPREAD) -> list[tuple[int, int, int]]:
         for i, (query_len, seq_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True))
         for position in range(seq_len - query_len, seq_len)
     ]
-    chosen = {int(row) for row in torch.linspace(0, len(places) - 1, min(spread, len(places))).round()}
+    chosen = _evenly(len(places), spread)
+    ends = _evenly(len(case.seq_lens), MAX_SEQS)
     for row, (i, _) in enumerate(places):
-        if row in (0, len(places) - 1) or places[row - 1][0] != i or places[row + 1][0] != i:
+        at_end = row in (0, len(places) - 1) or places[row - 1][0] != i or places[row + 1][0] != i
+        if at_end and i in ends:
             chosen.add(row)
     return [(row, *places[row]) for row in sorted(chosen)]
 
 
+def _evenly(total: int, count: int) -> set[int]:
+    """So many of the first `total` numbers, the first and the last among them; all of them where they are fewer."""
+    return {int(i) for i in torch.linspace(0, total - 1, min(count, total)).round()}
+
+
 def truth(problem: Problem) -> Truth:
-    """The oracle's output and the error that is allowed, for the sampled rows of a problem that holds all keys."""
+    """The oracle's output and the error that is allowed, for the sampled rows of a problem that holds all keys.
+
+    They are on the CPU, wherever the problem is.
+    """
     assert problem.shard.dcp_world == 1
     places = sample(problem.case)
     rows = torch.tensor([row for row, _, _ in places], dtype=torch.int64)
-    exact = _exact(problem, places, rows)
-    plain = torch.stack([_eager_row(problem, *place) for place in places]) if places else exact
+    with problem.q.device:
+        exact = _exact(problem, places, rows).cpu()
+        plain = torch.stack([_eager_row(problem, *place) for place in places]).cpu() if places else exact
     unit = (plain.double() - exact).abs().max() if places else 0.0
     limit = EAGER_ERRORS * unit + ULPS * torch.finfo(problem.q.dtype).eps * exact.abs()
     return Truth(rows, exact, limit)
@@ -107,18 +122,16 @@ def judge(problem: Problem, truth: Truth, out: Tensor) -> Verdict:
 
 
 def _exact(problem: Problem, places: list[tuple[int, int, int]], rows: Tensor) -> Tensor:
-    spec, q = problem.spec, problem.q.cpu()
-    k_cache, v_cache = problem.cache.k_cache.cpu(), problem.cache.v_cache.cpu()
-    slopes = None if problem.alibi_slopes is None else problem.alibi_slopes.cpu()
-    sinks = None if problem.sinks is None else problem.sinks.cpu()
-    table = problem.batch.block_table.cpu()
+    spec, q = problem.spec, problem.q
+    k_cache, v_cache = problem.cache.k_cache, problem.cache.v_cache
+    slopes, sinks, table = problem.alibi_slopes, problem.sinks, problem.batch.block_table
     if not spec.causal:
-        batch = AttentionBatch.from_lengths(problem.case.query_lens, problem.case.seq_lens, table)
+        batch = AttentionBatch.from_lengths(problem.case.query_lens, problem.case.seq_lens, table, device=q.device)
         return reference.attention(spec, batch, q, k_cache, v_cache, alibi_slopes=slopes, sinks=sinks)[0][rows]
     # A causal row at position p sees what the last row of a sequence of p + 1 keys sees.
     lens = [max(0, position + 1) for _, _, position in places]
     seqs = torch.tensor([seq for _, seq, _ in places], dtype=torch.int64)
-    batch = AttentionBatch.from_lengths([1] * len(places), lens, table[seqs])
+    batch = AttentionBatch.from_lengths([1] * len(places), lens, table[seqs], device=q.device)
     return reference.attention(spec, batch, q[rows], k_cache, v_cache, alibi_slopes=slopes, sinks=sinks)[0]
 
 
@@ -128,9 +141,9 @@ def _eager_row(problem: Problem, row: int, seq: int, position: int) -> Tensor:
     seq_len = case.seq_lens[seq]
     lo, hi = row_bounds(spec, seq_len - position, seq_len)
     seen = slice(int(lo[0]), int(hi[0]))
-    stored = problem.values[seq][seen].cpu()
-    k, v = (x.repeat_interleave(spec.group_size, 1) for x in (problem.keys[seq][seen].cpu().float(), stored.float()))
-    scores = torch.einsum("hd,jhd->hj", problem.q[row].cpu().float(), k) * spec.scale
+    stored = problem.values[seq][seen]
+    k, v = (x.repeat_interleave(spec.group_size, 1) for x in (problem.keys[seq][seen].float(), stored.float()))
+    scores = torch.einsum("hd,jhd->hj", problem.q[row].float(), k) * spec.scale
     if spec.logits_soft_cap is not None:
         scores = torch.tanh(scores / spec.logits_soft_cap) * spec.logits_soft_cap
     if problem.alibi_slopes is not None:
@@ -139,8 +152,8 @@ def _eager_row(problem: Problem, row: int, seq: int, position: int) -> Tensor:
             distance = -distance.abs().sqrt()
         elif not spec.causal:
             distance = -distance.abs()
-        scores = scores + problem.alibi_slopes.cpu()[:, None] * distance
+        scores = scores + problem.alibi_slopes[:, None] * distance
     if problem.sinks is not None:
-        scores = torch.cat([scores, problem.sinks.cpu()[:, None]], -1)
+        scores = torch.cat([scores, problem.sinks[:, None]], -1)
     weights = scores.softmax(-1)[:, : len(stored)].to(stored.dtype).float()
     return torch.einsum("hj,jhd->hd", weights, v).to(problem.q.dtype)

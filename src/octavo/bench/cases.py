@@ -9,7 +9,9 @@ from torch import Tensor
 
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, Order, PagedKVCache
+from octavo.formats import KVFormat
 from octavo.planner import PrefixGroup
+from octavo.quantise import INT8_MAX, real_rows, store_rows
 from octavo.spec import AttentionSpec, KVShard
 
 GUARD = 2**30
@@ -35,7 +37,8 @@ class Case:
         block_size: rows of a page.
         order: memory order of the pages.
         dtype: of q and of the output.
-        cache_dtype: of K and V; None: dtype.
+        cache_dtype: of K and V where they are plain numbers; None: dtype.
+        kv_format: how the cache stores them; "auto": in cache_dtype.
         shared: groups of sequences whose first `length` keys are equal, outermost groups first. Their full
             pages are the same pages of the cache.
     """
@@ -49,6 +52,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
     shared: tuple[PrefixGroup, ...] = ()
+    kv_format: str = "auto"
+
+    @property
+    def format(self) -> KVFormat:
+        """What the cache stores."""
+        return KVFormat.parse(self.kv_format, self.cache_dtype or self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +70,10 @@ class Problem:
         batch: lengths, a table with GUARD past each sequence's blocks, and the slots of the new tokens.
         q: [num_tokens + padding rows, num_q_heads, head_dim].
         cache: one layer's pages.
-        keys, values: per sequence [seq_len, num_kv_heads, head_dim | value_dim], not paged, same dtype.
+        keys, values: per sequence [seq_len, num_kv_heads, head_dim | value_dim], not paged, in the cache's dtype; of
+            8-bit caches the numbers that the cache stands for, float32.
         alibi_slopes, sinks: [num_q_heads] float32, present iff the spec has them.
+        q_descale: [num_seqs, num_kv_heads] float32, of an fp8 q.
     """
 
     case: Case
@@ -74,6 +85,7 @@ class Problem:
     values: tuple[Tensor, ...]
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    q_descale: Tensor | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -89,37 +101,50 @@ def build(
     padding_rows: int = 0,
     shard: KVShard = KVShard(),
     device: torch.device | str = "cpu",
+    draw_on: torch.device | str = "cpu",
 ) -> Problem:
     """Make the tensors of a case.
 
-    Numbers depend on `seed`, lengths and widths only: cases that differ in pages, order or shard are the same
-    problem, stored otherwise.
+    Numbers depend on `seed`, `draw_on`, lengths and widths only: cases that differ in pages, order or shard are the
+    same problem, stored otherwise.
 
     Args:
         seed: of q, K, V, slopes and sinks.
         page_seed: of the order of the pages.
-        poison: fills the rows and pages of the cache that belong to no key, and the padding rows of q.
+        poison: fills the rows and pages of the cache that belong to no key, and the padding rows of q; where numbers
+            cannot hold it, their scales do.
         padding_rows: rows of q past num_tokens.
         shard: which keys go into the pages.
         device: where the tensors live.
+        draw_on: where the random numbers are made. A GPU draws other numbers than a CPU, and billions in no time.
     """
     spec, dtype = case.spec, case.cache_dtype or case.dtype
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(draw_on).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, device=draw_on)
+
     num_tokens = sum(case.query_lens)
-    q = torch.randn(num_tokens, spec.num_q_heads, spec.head_dim, generator=random)
-    padding = torch.full((padding_rows, spec.num_q_heads, spec.head_dim), poison)
-    slopes = 2.0 ** -(1 + 8 * torch.rand(spec.num_q_heads, generator=random))
-    sinks = 2 * torch.randn(spec.num_q_heads, generator=random)
+    q = normal(num_tokens, spec.num_q_heads, spec.head_dim)
+    padding = torch.full((padding_rows, spec.num_q_heads, spec.head_dim), poison, device=draw_on)
+    slopes = 2.0 ** -(1 + 8 * torch.rand(spec.num_q_heads, generator=random, device=draw_on))
+    sinks = 2 * normal(spec.num_q_heads)
     keys, values = [], []
     for n in case.seq_lens:
-        keys.append(torch.randn(n, spec.num_kv_heads, spec.head_dim, generator=random).to(dtype))
-        values.append(torch.randn(n, spec.num_kv_heads, spec.v_dim, generator=random).to(dtype))
+        keys.append(normal(n, spec.num_kv_heads, spec.head_dim).to(dtype))
+        values.append(normal(n, spec.num_kv_heads, spec.v_dim).to(dtype))
     for group in case.shared:
         leader = max(group.seqs, key=case.seq_lens.__getitem__)
         for s in group.seqs:
             n = min(group.length, case.seq_lens[s])
             keys[s][:n], values[s][:n] = keys[leader][:n], values[leader][:n]
 
+    static = _static_scales(case, values, seed)
+    stored = [store_rows(case.format, k, v, **static) for k, v in zip(keys, values, strict=True)]
+    if case.format.is_eight_bit:
+        real = [real_rows(case.format, rows, **static) for rows in stored]
+        keys, values = [k for k, _ in real], [v for _, v in real]
+    static = {name: scale.to(device) for name, scale in static.items()}
     local_lens = [shard.local_count(n) for n in case.seq_lens]
     table, num_blocks = _tables(case, shard, local_lens, page_seed)
     pages = PagedKVCache(
@@ -129,20 +154,25 @@ def build(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         value_dim=spec.v_dim,
+        format=case.kv_format,
         dtype=dtype,
         device=device,
         layout=case.order,
-    ).layer(0)
-    pages.k_cache.fill_(poison)
-    pages.v_cache.fill_(poison)
+    ).layer(0, **static)
+    poison_rows(pages, torch.ones(num_blocks, case.block_size, dtype=torch.bool), poison)
     slot_mapping = []
     for s, n in enumerate(local_lens):
         j = torch.arange(n)
-        position, block = shard.global_position(j), table[s, j // case.block_size]
-        pages.k_cache[block, j % case.block_size] = keys[s][position].to(device)
-        pages.v_cache[block, j % case.block_size] = values[s][position].to(device)
+        position, block, row = shard.global_position(j), table[s, j // case.block_size], j % case.block_size
+        # The indices go along once, not once for each of the four uses.
+        here, there, place = position.to(draw_on), block.to(device), row.to(device)
+        pages.k_cache[there, place] = stored[s].k[here].to(device)
+        pages.v_cache[there, place] = stored[s].v[here].to(device)
+        for scales, of_rows in ((pages.k_descale, stored[s].k_scale), (pages.v_descale, stored[s].v_scale)):
+            if scales is not None and of_rows is not None:
+                scales[there, :, place] = of_rows[here].to(device)
         slots = torch.full((case.seq_lens[s],), -1, dtype=torch.int64)
-        slots[position] = block * case.block_size + j % case.block_size
+        slots[position] = block * case.block_size + row
         slot_mapping.append(slots[max(0, case.seq_lens[s] - case.query_lens[s]) :])
     return Problem(
         case=case,
@@ -161,6 +191,42 @@ def build(
         alibi_slopes=slopes.to(device) if spec.alibi else None,
         sinks=sinks.to(device) if spec.sinks else None,
     )
+
+
+def poison_rows(cache: LayerCache, where: Tensor, poison: float) -> None:
+    """Fill rows of a cache, their scales too.
+
+    Args:
+        where: [num_blocks, block_size] bool.
+        poison: the number; int8 takes its extreme of that sign instead (-128 for NaN), its scale the number itself.
+    """
+    block, row = where.nonzero(as_tuple=True)
+    for pages, scales in ((cache.k_cache, cache.k_descale), (cache.v_cache, cache.v_descale)):
+        at = block.to(pages.device), row.to(pages.device)
+        number = poison
+        if pages.dtype == torch.int8:
+            number = 0 if poison == 0 else 127 if poison > 0 else -128
+        if len(block):
+            pages[at] = torch.full((), number).to(pages.device, pages.dtype)
+        if scales is not None and scales.ndim == 3:
+            scales[at[0], :, at[1]] = poison
+
+
+def _static_scales(case: Case, values: list[Tensor], seed: int) -> dict[str, Tensor]:
+    """Arguments k_descale and v_descale of a case's layer: different ones for every head, or channel of V.
+
+    Some are so small that numbers saturate, as those of a calibration on other text.
+    """
+    spec, format = case.spec, case.format
+    random = torch.Generator().manual_seed(seed + 1)
+    device = values[0].device if values else "cpu"
+    if format.is_fp8:
+        scales = 2.0 ** (6 * torch.rand(2, spec.num_kv_heads, generator=random) - 3)
+        return {"k_descale": scales[0].to(device), "v_descale": scales[1].to(device)}
+    if format.v_scaled_by_channel:
+        scale = 4 * 2.0 ** (2 * torch.rand(spec.num_kv_heads, spec.v_dim, generator=random) - 1) / INT8_MAX
+        return {"v_descale": scale.to(device)}
+    return {}
 
 
 def _tables(case: Case, shard: KVShard, local_lens: list[int], page_seed: int) -> tuple[Tensor, int]:
@@ -198,7 +264,20 @@ GEMMA3 = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=256)
 MHA = replace(LLAMA, num_kv_heads=32)
 """As many KV heads as query heads."""
 
+DEEPSEEK = replace(LLAMA, head_dim=192, value_dim=128)
+"""Heads as wide as those of DeepSeek's prefill, values narrower than keys, in Llama's numbers."""
+
 _VARLEN = (1500, 37, 420, 88, 760, 190)
+
+
+def _llama(name: str, query_len: int, *seq_lens: int, block_size: int = 16) -> Case:
+    """Llama's layer over sequences with the same number of new tokens."""
+    return Case(name, LLAMA, (query_len,) * len(seq_lens), seq_lens, block_size)
+
+
+def _prefill_4x4k(name: str, spec: AttentionSpec) -> Case:
+    return Case(f"prefill-4x4k-{name}", spec, (4096,) * 4, (4096,) * 4)
+
 
 CASES: tuple[Case, ...] = (
     Case("prefill-1x1k", LLAMA, (1024,), (1024,)),
@@ -221,6 +300,25 @@ CASES: tuple[Case, ...] = (
     Case("mixed", LLAMA, (*(1,) * 15, 497), (*(1024,) * 15, 2048)),
     Case("cascade-8-share-2k", LLAMA, (1,) * 8, (2304,) * 8, shared=(PrefixGroup(tuple(range(8)), 2048),)),
     Case("window-decode-16x4k", WINDOWED, (1,) * 16, (4096,) * 16),
+    _llama("decode-8x8k", 1, *(8192,) * 8),
+    _llama("decode-32x2k", 1, *(2048,) * 32),
+    _llama("decode-32x8k", 1, *(8192,) * 32),
+    _llama("decode-32x8k-pages-8", 1, *(8192,) * 32, block_size=8),
+    _llama("decode-32x8k-pages-1", 1, *(8192,) * 32, block_size=1),
+    _llama("decode-128x1k", 1, *(1024,) * 128),
+    _llama("decode-128x4k", 1, *(4096,) * 128),
+    _llama("decode-256x1k", 1, *(1024,) * 256),
+    _llama("decode-1x32k", 1, 32768),
+    _llama("decode-1x128k", 1, 131072),
+    _llama("verify-1x4-of-8k", 4, 8192),
+    _llama("verify-1x4-of-32k", 4, 32768),
+    _llama("prefill-16x1k", 1024, *(1024,) * 16),
+    _llama("prefill-1x16k", 16384, 16384),
+    _prefill_4x4k("d64", replace(LLAMA, head_dim=64)),
+    _prefill_4x4k("d96", replace(LLAMA, head_dim=96)),
+    _prefill_4x4k("d192", DEEPSEEK),
+    _prefill_4x4k("d256", replace(LLAMA, head_dim=256)),
+    _prefill_4x4k("window-1k", replace(LLAMA, window_left=1023)),
 )
 """The problems that benchmarks report."""
 
@@ -240,3 +338,30 @@ CPU_CASES: tuple[str, ...] = (
     "prefill-1x1k-gemma3",
 )
 """Names of those that a CPU is measured with: minutes, and gigabytes of memory, but few of both."""
+
+GPU_CASES: tuple[str, ...] = (
+    "decode-1x8k",
+    "decode-8x8k",
+    "decode-32x2k",
+    "decode-32x8k",
+    "decode-128x1k",
+    "decode-128x4k",
+    "decode-256x1k",
+    "decode-1x32k",
+    "decode-1x128k",
+    "decode-skewed",
+    "decode-32x8k-pages-8",
+    "decode-32x8k-pages-1",
+    "verify-1x4-of-8k",
+    "verify-1x4-of-32k",
+    "verify-8x4-of-8k",
+    "prefill-16x1k",
+    "prefill-4x4k",
+    "prefill-1x16k",
+    "prefill-4x4k-d64",
+    "prefill-4x4k-d96",
+    "prefill-4x4k-d192",
+    "prefill-4x4k-d256",
+    "prefill-4x4k-window-1k",
+)
+"""Names of those that a GPU is measured with."""

@@ -1,4 +1,4 @@
-"""One case: build it, see who is right, time those in turns, put the figures into rows."""
+"""One case on a CPU: build it, see who is right, time those in turns, put the figures into rows."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch import device as Device
 
 from octavo.bench.accuracy import Truth, judge, truth
 from octavo.bench.bandwidth import LinearRead
 from octavo.bench.cases import DTYPES, Case, Problem, build
+from octavo.bench.installed import version
 from octavo.bench.providers import OCTAVO, Provider
 from octavo.bench.report import Row, lengths
 from octavo.bench.timing import Call, Timer, Times, interleave, torch_threads, wall
 from octavo.bench.work import is_decode, work
 from octavo.errors import Unsupported
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,9 @@ class Machine:
     """What all rows of a run have in common.
 
     Args:
-        device: name of the processor.
+        device: name of the processor or of the GPU.
         cores: CPUs that this process may use.
-        octavo, torch, numba: versions; numba None: not installed.
+        octavo, torch, numba, triton: versions; None: not installed.
     """
 
     device: str
@@ -38,11 +42,13 @@ class Machine:
     octavo: str
     torch: str
     numba: str | None
+    triton: str | None = None
 
     @classmethod
-    def here(cls, octavo: str) -> Machine:
-        """This one; the version of Octavo is the caller's to know."""
-        return cls(cpu_name(), usable_cpus(), octavo, torch.__version__, _numba_version())
+    def here(cls, octavo: str, gpu: Device | None = None) -> Machine:
+        """This one, with that GPU if one is measured; the version of Octavo is the caller's to know."""
+        name = cpu_name() if gpu is None else torch.cuda.get_device_name(gpu)
+        return cls(name, usable_cpus(), octavo, torch.__version__, version("numba"), version("triton"))
 
 
 def measure(
@@ -85,28 +91,11 @@ def _with_threads(
     memory: LinearRead | None,
     timer: Timer,
 ) -> list[Row]:
-    case = problem.case
-    costs = work(case)
-    blank = Row(
-        case=case.name,
-        kind="decode" if is_decode(case) else "prefill",
-        provider="",
-        device=machine.device,
-        cores=machine.cores,
-        threads=threads,
-        dtype=next(name for name, dtype in DTYPES.items() if dtype == case.dtype),
-        lengths=lengths(case),
-        rounds=rounds,
-        kv_bytes=costs.kv_bytes,
-        flops=costs.flops,
-        octavo=machine.octavo,
-        torch=machine.torch,
-        numba=machine.numba,
-    )
+    blank = replace(blank_row(problem.case, machine, rounds), threads=threads)
     rows: list[Row] = []
     calls: dict[str, Call] = {}
     for provider in providers:
-        row, call = _admit(provider, problem, true, replace(blank, provider=provider.name))
+        row, call = admit(provider, [problem], true, replace(blank, provider=provider.name), _once)
         rows.append(row)
         if call is not None:
             calls[provider.name] = call
@@ -116,24 +105,79 @@ def _with_threads(
     return [_figures(row, times, speeds) if row.outcome == "timed" else row for row in rows]
 
 
-def _admit(provider: Provider, problem: Problem, true: Truth, row: Row) -> tuple[Row, Callable[[], Tensor] | None]:
-    """Let a provider compute the problem once; the call is None unless it may be timed."""
-    reason = provider.missing() or provider.unsupported(problem)
+def blank_row(case: Case, machine: Machine, rounds: int) -> Row:
+    """What all rows of a case have in common."""
+    costs = work(case)
+    return Row(
+        case=case.name,
+        kind="decode" if is_decode(case) else "prefill",
+        provider="",
+        device=machine.device,
+        cores=machine.cores,
+        dtype=next(name for name, dtype in DTYPES.items() if dtype == case.dtype),
+        lengths=lengths(case),
+        rounds=rounds,
+        kv_bytes=costs.kv_bytes,
+        flops=costs.flops,
+        octavo=machine.octavo,
+        torch=machine.torch,
+        numba=machine.numba,
+        triton=machine.triton,
+    )
+
+
+def admit(
+    provider: Provider,
+    layers: Sequence[Problem],
+    true: Truth,
+    row: Row,
+    compute: Callable[[list[Callable[[], Tensor]]], tuple[T, Tensor]],
+) -> tuple[Row, T | None]:
+    """Let a provider compute a step.
+
+    Args:
+        provider: who computes.
+        layers: of the step.
+        true: what the first layer's output must be.
+        row: what is known already.
+        compute: makes out of the calls of the layers what will be timed, and the first layer's output with it.
+
+    Returns:
+        The row, and what may be timed; None: nothing.
+    """
+    reason = provider.missing() or provider.unsupported(layers[0])
     if reason is not None:
         return replace(row, outcome="unsupported", reason=reason), None
     try:
-        row = replace(row, variant=provider.variant(problem))
-        call = provider.prepare(problem)
-        out = call()
+        row = replace(row, variant=provider.variant(layers[0]))
+        made, out = compute(provider.calls(layers))
     except Unsupported as error:
         return replace(row, outcome="unsupported", reason=str(error)), None
     except Exception as error:  # a peer of another version may fail in any way; the others are still measured
         return replace(row, outcome="failed", reason=f"{type(error).__name__}: {error}"), None
-    verdict = judge(problem, true, out)
+    verdict = judge(layers[0], true, out)
     row = replace(row, error=verdict.error, allowed_error=verdict.allowed)
     if verdict.wrong is not None:
         return replace(row, outcome="wrong", reason=verdict.wrong), None
-    return row, call
+    return row, made
+
+
+def _once(calls: list[Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], Tensor]:
+    """The only call there is, and what it computes."""
+    (call,) = calls
+    return call, call()
+
+
+def timed(row: Row, times: Mapping[str, Times]) -> Row:
+    """A row with its times, which stand in the order of the providers' names."""
+    own = times[row.provider]
+    return replace(
+        row,
+        median_us=own.median * 1e6,
+        min_us=min(own.seconds) * 1e6,
+        max_us=max(own.seconds) * 1e6,
+        times_octavo=own.median / times[OCTAVO.name].median if OCTAVO.name in times else None,
+    )
 
 
 def _reads(memory: LinearRead, threads: int) -> dict[int, Call]:
@@ -144,18 +188,12 @@ def _reads(memory: LinearRead, threads: int) -> dict[int, Call]:
 
 def _figures(row: Row, times: Mapping[str, Times], read_speeds: Mapping[int, float]) -> Row:
     """A row with its times, and with the rate that its kind of case is judged by. Speeds are in bytes a second."""
-    own = times[row.provider]
-    row = replace(
-        row,
-        median_us=own.median * 1e6,
-        min_us=min(own.seconds) * 1e6,
-        max_us=max(own.seconds) * 1e6,
-        times_octavo=own.median / times[OCTAVO.name].median if OCTAVO.name in times else None,
-    )
+    seconds, threads = times[row.provider].median, row.threads
+    row = timed(row, times)
     if row.kind == "prefill":
-        return replace(row, gflop_per_s=row.flops / own.median / 1e9)
-    speed, full = row.kv_bytes / own.median, read_speeds.get(row.threads)
-    one = read_speeds.get(1)
+        return replace(row, gflop_per_s=row.flops / seconds / 1e9)
+    speed, one = row.kv_bytes / seconds, read_speeds.get(1)
+    full = None if threads is None else read_speeds.get(threads)
     return replace(
         row,
         gb_per_s=speed / 1e9,
@@ -177,10 +215,3 @@ def cpu_name() -> str:
 def usable_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _numba_version() -> str | None:
-    try:
-        return metadata.version("numba")
-    except metadata.PackageNotFoundError:
-        return None

@@ -40,7 +40,7 @@ Form = Literal["folded", "unmasked", "causal", "masked"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """What one call computes: the same rows of some sequences of equal lengths.
 
     Args:
@@ -65,7 +65,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operands:
+class Operands:
     """What a call is given besides q.
 
     Args:
@@ -88,37 +88,36 @@ def unsupported(problem: Problem) -> str | None:
     for name, wanted in features.items():
         if wanted:
             return f"it has no {name}"
-    if any(bool((piece.lo == piece.hi).any()) for piece in _pieces(case)):
+    if any(bool((piece.lo == piece.hi).any()) for piece in pieces(case)):
         return "a row sees no key, for which it gives NaN"
     return None
 
 
 def variant(problem: Problem) -> str:
     """The forms of the calls that a step is made of."""
-    forms = dict.fromkeys(piece.form for piece in _pieces(problem.case))
+    forms = dict.fromkeys(piece.form for piece in pieces(problem.case))
     return f"dense, {' and '.join(forms)}{', in float32' if problem.case.dtype == torch.float16 else ''}"
 
 
 def prepare(problem: Problem) -> Callable[[], Tensor]:
     """Timed: the calls, and copying their outputs together where there are several; for float16 also the conversion
     of q and of the output. Before: gathering K and V, and the masks."""
-    spec, pieces = problem.spec, list(_pieces(problem.case))
-    work = [(piece.rows, piece.form, _operands(problem, piece)) for piece in pieces]
-    dtype = _compute_dtype(problem)
+    spec, dtype = problem.spec, _compute_dtype(problem)
+    work = [(piece.rows, piece.form, gather(problem, piece, dtype)) for piece in pieces(problem.case)]
     out = problem.q.new_full((problem.batch.num_tokens, spec.num_q_heads, spec.v_dim), torch.nan)
 
     def call() -> Tensor:
         if len(work) == 1:
             rows, form, operands = work[0]
-            return _attend(spec, problem.q[rows].to(dtype), form, operands).to(out.dtype)
+            return attend(spec, problem.q[rows].to(dtype), form, operands).to(out.dtype)
         for rows, form, operands in work:
-            out[rows] = _attend(spec, problem.q[rows].to(dtype), form, operands)
+            out[rows] = attend(spec, problem.q[rows].to(dtype), form, operands)
         return out
 
     return call
 
 
-def _attend(spec: AttentionSpec, q: Tensor, form: Form, operands: _Operands) -> Tensor:
+def attend(spec: AttentionSpec, q: Tensor, form: Form, operands: Operands) -> Tensor:
     """One call, from q [rows, num_q_heads, head_dim] to the same rows of the output."""
     keys, values = operands.keys, operands.values
     if form == "folded":
@@ -139,7 +138,8 @@ def _attend(spec: AttentionSpec, q: Tensor, form: Form, operands: _Operands) -> 
     return out.reshape(-1, spec.num_q_heads, spec.v_dim)
 
 
-def _pieces(case: Case) -> Iterator[_Piece]:
+def pieces(case: Case) -> Iterator[Piece]:
+    """Cut a step into calls, in the order of the rows."""
     lens = list(zip(case.query_lens, case.seq_lens, strict=True))
     row = 0
     for (query_len, seq_len), equal in groupby(range(len(lens)), key=lens.__getitem__):
@@ -150,16 +150,16 @@ def _pieces(case: Case) -> Iterator[_Piece]:
                 for first in range(0, query_len, WINDOW_ROWS):
                     last = min(first + WINDOW_ROWS, query_len)
                     rows = slice(row + first, row + last)
-                    yield _Piece(range(seq, seq + 1), rows, lo[first:last], hi[first:last])
+                    yield Piece(range(seq, seq + 1), rows, lo[first:last], hi[first:last])
                 row += query_len
         elif query_len:
-            yield _Piece(range(seqs[0], seqs[-1] + 1), slice(row, row + query_len * len(seqs)), lo, hi)
+            yield Piece(range(seqs[0], seqs[-1] + 1), slice(row, row + query_len * len(seqs)), lo, hi)
             row += query_len * len(seqs)
 
 
-def _operands(problem: Problem, piece: _Piece) -> _Operands:
+def gather(problem: Problem, piece: Piece, dtype: torch.dtype) -> Operands:
+    """K and V of a piece head by head, in the dtype that it is computed in, and its mask."""
     start, end = reach(piece.lo, piece.hi)
-    dtype = _compute_dtype(problem)
     keys, values = (
         torch.stack([tensors[seq][start:end].transpose(0, 1) for seq in piece.seqs]).to(dtype)
         for tensors in (problem.keys, problem.values)
@@ -169,7 +169,7 @@ def _operands(problem: Problem, piece: _Piece) -> _Operands:
         j = torch.arange(start, end)
         hidden = (j < piece.lo[:, None]) | (j >= piece.hi[:, None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
-    return _Operands(keys, values, mask)
+    return Operands(keys, values, mask)
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
