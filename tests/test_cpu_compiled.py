@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,10 @@ import torch
 from numba import njit
 
 import octavo
-from conformance.harness import Cut, attend, make_plan
+from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.kernels import cpu
-from octavo.kernels.cpu import compiled, decode, plain, prefill, rows, simd
+from octavo.kernels.cpu import compiled, plain, simd
 from octavo.launch import State
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention, assert_same_bits, assert_within
@@ -148,14 +149,24 @@ def test_a_value_that_is_not_a_number_stays_with_its_rows(
         assert_within("the other rows", dirty[~sees], clean[~sees].double(), clean[~sees])
 
 
-def test_numba_s_index_names_no_class_of_ours() -> None:
-    """What one version keeps on disk is read by the next, where a class may have another name."""
-    problem = build(Case("kept", LAYERS[0], (1, 20), (50, 20), dtype=torch.float32))
-    attend(problem, make_plan(problem, Cut(num_splits=2)))
-    octavo.append(problem.cache, torch.zeros(3, 2, 72), torch.zeros(3, 2, 40), torch.arange(3))
-    for function in (decode.work_float32, prefill.work_float32, rows.append, rows.merge):
-        assert len(function.signatures) == 1, "one kernel a dtype"
-        assert b"octavo" not in pickle.dumps(function.signatures)
+def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> None:
+    """Numba watches one file; ours call functions of six."""
+    package = Path(octavo.__file__).parent
+    shutil.copytree(package, tmp_path / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+from octavo.kernels.cpu import jobs
+made = jobs.cfunc("void(int64)", cache=True, **jobs.OPTIONS)(jobs._functions()["append"])
+print(made.cache_hits)
+"""
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def hits() -> str:
+        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+
+    assert [hits(), hits()] == ["0\n", "1\n"]
+    with (tmp_path / "octavo/kernels/cpu/simd.py").open("a") as source:
+        source.write("# changed\n")
+    assert hits() == "0\n"
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -3,10 +3,12 @@ happens without Numba."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +29,7 @@ SPEC = AttentionSpec(8, 4, 32, window_left=200)
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two threads even for small problems; torch's own setting is put back."""
-    monkeypatch.setattr(compiled, "SMALL", 0)
+    monkeypatch.setattr(compiled._WORKERS, "least_bytes", 0)
     torch.set_num_threads(2)
     yield
     assert torch.get_num_threads() == 2, "the kernel changed torch's number of threads"
@@ -90,28 +92,61 @@ def test_several_callers(two_threads: None) -> None:
                 assert_same_bits("lse", lse, true_lse)
 
 
+class Counted:
+    """A kernel in Python: notes the threads that ran it."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.together = threading.Barrier(2)
+        self.kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.run)
+
+    def run(self, _job: int) -> None:
+        self.together.wait(10)  # nobody gets on before both are here
+        self.threads.append(threading.get_native_id())
+
+
+JOB = ctypes.create_string_buffer(8)
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_two_threads_run_a_kernel_at_once(openmp: bool) -> None:
+    workers, counted = Workers(), Counted()
+    if openmp and workers._openmp is None:
+        pytest.skip("PyTorch does not run on GNU OpenMP here")
+    if not openmp:
+        workers._forget()
+    for _ in range(3):
+        workers.run(counted.kernel, JOB, 2)
+    assert len(counted.threads) == 6
+    assert len(set(counted.threads)) == 2
+    assert threading.get_native_id() in counted.threads
+
+
+def test_the_threads_are_pytorch_s() -> None:
+    """No thread of ours is made where PyTorch's serve."""
+    workers = Workers()
+    if workers._openmp is None:
+        pytest.skip("PyTorch does not run on GNU OpenMP here")
+    torch.set_num_threads(2)
+    try:
+        torch.randn(1 << 20).exp()  # PyTorch's threads are there now
+        before = set(os.listdir("/proc/self/task"))
+        workers.run(Counted().kernel, JOB, 2)
+        assert set(os.listdir("/proc/self/task")) == before
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_forked_child_has_workers_of_its_own() -> None:
     """The parent's threads do not exist in the child; waiting for them would never end."""
-    workers, calls = Workers(), []
-    workers.run(lambda: calls.append(1), 2)
+    workers, counted = Workers(), Counted()
+    workers.run(counted.kernel, JOB, 2)
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends the child if it waits for nothing
-        workers.run(lambda: calls.append(1), 2)
-        os._exit(0 if len(calls) == 4 else 1)
+        workers.run(counted.kernel, JOB, 2)
+        os._exit(0 if len(counted.threads) == 4 else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_an_error_in_any_thread_reaches_the_caller(two_threads: None) -> None:
-    calls: list[int] = []
-
-    def work() -> None:
-        calls.append(len(calls))
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        Workers().run(work, 2)
-    assert len(calls) == 2
 
 
 def test_without_numba_it_says_so_once_and_computes() -> None:

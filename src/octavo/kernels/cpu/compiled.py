@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu import decode, native, prefill, rows
+from octavo.kernels.cpu import decode, jobs, native, rows
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
@@ -24,26 +24,11 @@ that its accumulators stay in the second-level cache."""
 TILE_ROWS = 192
 """Rows (tokens x group) of a prefill item: enough to pay for widening its keys, few enough for the cache."""
 
-SMALL = 1 << 23
-"""Bytes of K and V below which one thread does it. Another must be woken, and takes a core from PyTorch's threads,
-which wait in a loop for the next matrix product: with 2 MiB, 16 short prompts were generated 10 % slower."""
-
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
 
 KINDS = {torch.float32: native.FLOAT32, torch.float16: native.FLOAT16, torch.bfloat16: native.BFLOAT16}
-DECODE = {
-    torch.float32: decode.work_float32,
-    torch.float16: decode.work_float16,
-    torch.bfloat16: decode.work_bfloat16,
-}
-PREFILL = {
-    torch.float32: prefill.work_float32,
-    torch.float16: prefill.work_float16,
-    torch.bfloat16: prefill.work_bfloat16,
-}
 
-_NOTHING = np.empty(0, np.float32)
 _WORKERS = Workers()
 
 Array = np.ndarray[Any, Any]
@@ -52,11 +37,12 @@ Array = np.ndarray[Any, Any]
 class Work(NamedTuple):
     """A launch's work for layers with one mask and head count."""
 
-    rows: native.Rows
-    decode_items: Array  # [n, 6] int64, as the decode kernel takes them
-    prefill_items: Array  # [n, 5] int64, as the prefill kernel takes them
-    max_units: int  # blocks of four query heads of the largest decode item
-    max_rows: int  # launch rows of the largest prefill item
+    arrays: native.Rows
+    rows: tuple[int, ...]  # addresses and sizes of the arrays, as `native.pack` takes them
+    decode: tuple[int, int, int]  # decode items likewise: address, number, largest
+    prefill: tuple[int, int, int]
+    decode_items: Array  # [n, 6] int64, see `decode.work`
+    prefill_items: Array  # [n, 5] int64, see `prefill.work`
     decode_keys: int  # keys read by the decode items, per KV head
     prefill_pairs: int  # (row, key) pairs of the prefill items, per query head
 
@@ -75,10 +61,10 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
     if sink_later:
         lse = plan.workspace.scratch("lse", tuple(out.shape[:3]), torch.float32)
         operands = operands._replace(sinks=None)
-    _run(_call(spec, plan, work, operands, State(out, lse)), work, operands.cache.k_cache.dtype)
+    _run(spec, plan, work, operands, State(out, lse))
     if out is state.out:
         return
-    written = torch.from_numpy(work.rows.rows)
+    written = torch.from_numpy(work.arrays.rows)
     result = State(out[:, written], None if lse is None else lse[:, written])
     if sink_later:
         merge(result, sinks, result, len(written))
@@ -98,26 +84,23 @@ def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write rows to slots; arguments as in `kernels.cpu.append`."""
-    slots = slot_mapping.contiguous().numpy()
-    copies = [
-        rows.Copy(
+    slots = slot_mapping.contiguous()
+    new_k, new_v = (
+        (
             new.data_ptr(),
-            _bytes(new.stride()[:2], new.element_size()),
+            *_bytes(new.stride()[:2], new.element_size()),
             KINDS[new.dtype],
             pages.data_ptr(),
-            _bytes(pages.stride()[:3], pages.element_size()),
+            *_bytes(pages.stride()[:3], pages.element_size()),
             KINDS[pages.dtype],
             new.shape[2],
         )
         for new, pages in ((k, cache.k_cache), (v, cache.v_cache))
-    ]
-    facts = [tuple(copy) for copy in copies]
-    counter = np.zeros(1, np.int64)
-    moved = len(slots) * cache.num_kv_heads * sum(copy.width for copy in copies) * k.element_size()
-    _WORKERS.run(
-        lambda: rows.append(slots, counter.ctypes.data, *facts, cache.block_size, cache.num_kv_heads),
-        1 if moved < SMALL else torch.get_num_threads(),
     )
+    num_slots = len(slots)
+    job = rows.pack_append((slots.data_ptr(), num_slots), new_k, new_v, cache.block_size, cache.num_kv_heads)
+    moved = num_slots * cache.num_kv_heads * (k.shape[2] + v.shape[2]) * k.element_size()
+    _WORKERS.run(jobs.compiled("append"), job, _threads(moved))
 
 
 def can_merge(parts: State, result: State) -> bool:
@@ -151,33 +134,45 @@ def merge(parts: State, sinks: Tensor | None, result: State, num_rows: int) -> N
         num_heads,
         width,
     )
-    counter = np.zeros(1, np.int64)
-    given = _NOTHING if sinks is None else sinks.contiguous().numpy()
-    moved = num_parts * num_rows * num_heads * width * 4
-    _WORKERS.run(
-        lambda: rows.merge(tuple(facts), given, counter.ctypes.data),
-        1 if moved < SMALL else torch.get_num_threads(),
-    )
+    given = None if sinks is None else sinks.contiguous()
+    job = rows.pack_merge(_flat(facts), _floats(given))
+    _WORKERS.run(jobs.compiled("merge"), job, _threads(num_parts * num_rows * num_heads * width * 4))
 
 
-def _call(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state: State) -> native.Call:
-    q, cache, slopes, sinks = operands
-    out, lse = state
-    k, v = cache.k_cache, cache.v_cache
-    tensors = native.Tensors(
-        q.data_ptr(),
-        _bytes(q.stride()[:2], q.element_size()),
-        KINDS[q.dtype],
-        k.data_ptr(),
-        _bytes(k.stride()[:3], k.element_size()),
-        v.data_ptr(),
-        _bytes(v.stride()[:3], v.element_size()),
-        out.data_ptr(),
-        _bytes(out.stride()[:3], out.element_size()),
-        KINDS[out.dtype],
-        0 if lse is None else lse.data_ptr(),
-        (0, 0, 0) if lse is None else _bytes(lse.stride(), 4),
+def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state: State) -> None:
+    """Both kernels' items, on as many threads as they are worth."""
+    shape, transforms = _facts(spec, plan)
+    tensors = _tensors(operands, state)
+    slopes = None if operands.alibi_slopes is None else operands.alibi_slopes * native.LOG2_E
+    sinks = None if operands.sinks is None else operands.sinks.contiguous()
+    terms = _floats(slopes), _floats(sinks)
+    items, dtype = work.prefill_items, operands.cache.k_cache.dtype
+    redo = np.zeros(len(items), np.uint8)
+    job = native.pack(
+        shape, tensors, transforms, work.rows, *terms, work.decode, work.prefill, _address(redo) if len(items) else 0
     )
+    widths = spec.num_kv_heads * (spec.head_dim + spec.v_dim)
+    cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * spec.group_size // FLOPS_PER_BYTE)
+    kernel = jobs.compiled(jobs.ATTEND[dtype])
+    _WORKERS.run(kernel, job, _threads(cost))
+    if len(items) and redo.any():
+        # Again, a row at a time: the decode kernel touches only what a row sees.
+        pieces = [
+            (seq, split, row, min(row + FEW_ROWS, end), head, head + 1)
+            for seq, split, start, end, head in items[redo != 0].tolist()
+            for row in range(start, end, FEW_ROWS)
+        ]
+        alone = np.array(pieces, np.int64)
+        again = _items(alone, _units(spec.group_size, alone))
+        _WORKERS.run(kernel, native.pack(shape, tensors, transforms, work.rows, *terms, again, (0, 0, 0), 0), 1)
+
+
+def _facts(spec: AttentionSpec, plan: Plan) -> tuple[native.Shape, native.Transforms]:
+    """What all launches and layers of a step and spec have in common."""
+    key = ("facts", spec)
+    found: tuple[native.Shape, native.Transforms] | None = plan.memo.get(key)
+    if found is not None:
+        return found
     shard = plan.shard
     shape = native.Shape(
         spec.num_kv_heads,
@@ -195,52 +190,34 @@ def _call(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state
         transforms = native.Transforms(spec.scale * native.LOG2_E, 0.0, bias)
     else:
         transforms = native.Transforms(spec.scale / cap, cap * native.LOG2_E, bias)
-    return native.Call(
-        shape,
-        tensors,
-        transforms,
-        work.rows,
-        _NOTHING if slopes is None else (slopes * native.LOG2_E).numpy(),
-        _NOTHING if sinks is None else sinks.contiguous().numpy(),
+    plan.memo[key] = shape, transforms
+    return shape, transforms
+
+
+def _tensors(operands: Operands, state: State) -> tuple[int, ...]:
+    """A flat `native.Tensors`."""
+    q, (out, lse) = operands.q, state
+    k, v = operands.cache.k_cache, operands.cache.v_cache
+    return (
+        q.data_ptr(),
+        *_bytes(q.stride()[:2], q.element_size()),
+        KINDS[q.dtype],
+        k.data_ptr(),
+        *_bytes(k.stride()[:3], k.element_size()),
+        v.data_ptr(),
+        *_bytes(v.stride()[:3], v.element_size()),
+        out.data_ptr(),
+        *_bytes(out.stride()[:3], out.element_size()),
+        KINDS[out.dtype],
+        0 if lse is None else lse.data_ptr(),
+        *((0, 0, 0) if lse is None else _bytes(lse.stride(), 4)),
     )
-
-
-def _run(call: native.Call, work: Work, dtype: torch.dtype) -> None:
-    """Both kernels' items, on as many threads as they are worth."""
-    facts, shape = native.plain(call), call.shape
-    counters = np.zeros(2, np.int64)
-    redo = np.zeros(len(work.prefill_items), np.bool_)
-    items = work.prefill_items
-
-    def run() -> None:
-        if len(work.decode_items):
-            DECODE[dtype](facts, work.decode_items, counters.ctypes.data, work.max_units)
-        if len(items):
-            PREFILL[dtype](facts, items, counters.ctypes.data + 8, work.max_rows, redo)
-
-    widths = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-    cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * shape.group // FLOPS_PER_BYTE)
-    num_items = len(work.decode_items) + len(items)
-    _WORKERS.run(run, 1 if cost < SMALL else min(torch.get_num_threads(), num_items))
-    if redo.any():
-        _run_alone(call, items[redo], dtype)
-
-
-def _run_alone(call: native.Call, items: Array, dtype: torch.dtype) -> None:
-    """Prefill items again, a row at a time: the decode kernel touches only what a row sees."""
-    pieces = [
-        (seq, split, row, min(row + FEW_ROWS, end), head, head + 1)
-        for seq, split, start, end, head in items.tolist()
-        for row in range(start, end, FEW_ROWS)
-    ]
-    array, counter = np.array(pieces, np.int64), np.zeros(1, np.int64)
-    DECODE[dtype](native.plain(call), array, counter.ctypes.data, _units(call.shape.group, array))
 
 
 def _units(group_size: int, items: Array) -> int:
     """Blocks of four query heads of the largest decode item."""
-    rows, heads = items[:, 3] - items[:, 2], items[:, 5] - items[:, 4]
-    return int((rows * heads).max(initial=0)) * -(-group_size // decode.HEADS)
+    num_rows, heads = items[:, 3] - items[:, 2], items[:, 5] - items[:, 4]
+    return int((num_rows * heads).max(initial=0)) * -(-group_size // decode.HEADS)
 
 
 def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
@@ -268,12 +245,19 @@ def _make_work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
         if start < end:
             (few if plan.batch_invariant or end - start <= FEW_ROWS else many).append(i)
     decode_items, prefill_items = _decode_items(spec, launch, starts, few), _prefill_items(spec, launch, starts, many)
+    arrays = native.Rows(*(np.ascontiguousarray(x.numpy()) for x in facts))
     return Work(
-        native.Rows(*(np.ascontiguousarray(x.numpy()) for x in facts)),
+        arrays,
+        (
+            *(_address(array) for array in arrays),
+            len(arrays.rows),
+            *arrays.kv_splits.shape,
+            arrays.block_table.shape[1],
+        ),
+        _items(decode_items, _units(spec.group_size, decode_items)),
+        _items(prefill_items, int((prefill_items[:, 3] - prefill_items[:, 2]).max(initial=0))),
         decode_items,
         prefill_items,
-        _units(spec.group_size, decode_items),
-        int((prefill_items[:, 3] - prefill_items[:, 2]).max(initial=0)),
         sum(int(seen[starts[i] : starts[i + 1]].max()) for i in few),
         sum(int(seen[starts[i] : starts[i + 1]].sum()) for i in many),
     )
@@ -311,6 +295,30 @@ def _prefill_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs:
         pieces.sort(key=lambda piece: starts[piece[0] + 1] - piece[3] - lengths[piece[0]][piece[1]])
     items = [(*piece, head) for piece in pieces for head in range(spec.num_kv_heads)]
     return np.array(items, np.int64).reshape(-1, 5)
+
+
+def _threads(num_bytes: int) -> int:
+    """Threads for work that takes as long as reading so many bytes."""
+    return 1 if num_bytes < _WORKERS.least_bytes else torch.get_num_threads()
+
+
+def _items(items: Array, largest: int) -> tuple[int, int, int]:
+    """Items as `native.pack` takes them; the array must live as long as they are used."""
+    return _address(items) if len(items) else 0, len(items), largest
+
+
+def _address(array: Array) -> int:
+    """Where an array lies; it must live as long as that is used."""
+    return int(array.ctypes.data)
+
+
+def _floats(tensor: Tensor | None) -> tuple[int, int]:
+    """Address and length of a contiguous tensor, which must live as long as they are used; None is empty."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel())
+
+
+def _flat(facts: Any) -> tuple[int, ...]:
+    return tuple(x for fact in facts for x in (fact if isinstance(fact, tuple) else (fact,)))
 
 
 def _bytes(strides: tuple[int, ...], size: int) -> Any:

@@ -12,10 +12,8 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu.native import (
-    KERNEL,
     OPTIONS,
     bytes_of,
-    call_of,
     find_rows,
     finish,
     from_pair,
@@ -360,16 +358,15 @@ def _attend(call, item, scratch, tag):
 
 
 @njit(**OPTIONS)
-def _work(facts, items, counter, units, tag):
-    """Take items until none is left; several threads may run this on one counter.
+def work(call, tag):
+    """Take decode items until none is left; several threads may run this on one call.
 
-    Args:
-        facts: a `native.Call`, plain.
-        items: [num_items, 6] int64: launch sequence, split, launch rows from and to, KV heads from and to.
-        counter: address of an int64, 0 at the start.
-        units: blocks of four query heads in an item, over its rows and KV heads, at most.
+    An item is (launch sequence, split, launch rows from and to, KV heads from and to); the largest is measured in
+    blocks of four query heads, over its rows and KV heads.
     """
-    call = call_of(facts)
+    items, units, counter = call.decode
+    if len(items) == 0:
+        return
     shape = call.shape
     scratch = (
         np.empty((units * HEADS, shape.head_dim), np.float32),
@@ -381,29 +378,7 @@ def _work(facts, items, counter, units, tag):
     )
     while True:
         index = fetch_add(counter, 1)
-        if index >= items.shape[0]:
+        if index >= len(items):
             break
         item = items[index]
         _attend(call, (item[0], item[1], item[2], item[3], item[4], item[5]), scratch, tag)
-
-
-# One function a dtype: Numba numbers what it keeps of one function, and two processes that compile two dtypes of it at
-# once can give both the same number.
-
-
-@njit(**KERNEL)
-def work_float32(facts, items, counter, units):
-    """`_work` on pages of float32."""
-    _work(facts, items, counter, units, np.float32)
-
-
-@njit(**KERNEL)
-def work_float16(facts, items, counter, units):
-    """`_work` on pages of float16."""
-    _work(facts, items, counter, units, np.int16)
-
-
-@njit(**KERNEL)
-def work_bfloat16(facts, items, counter, units):
-    """`_work` on pages of bfloat16."""
-    _work(facts, items, counter, units, np.uint16)

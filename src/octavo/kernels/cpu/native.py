@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 from numba.core import types
 from numba.extending import overload
 
@@ -17,8 +19,10 @@ from octavo.kernels.cpu.simd import (
     load_bf16_odd,
     load_f16,
     load_f32,
+    load_real,
     mul,
     odds,
+    pointer,
     splat,
     store,
     store_bf16,
@@ -31,11 +35,6 @@ from octavo.kernels.cpu.simd import (
 
 OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 """How every function here is compiled."""
-
-KERNEL = {**OPTIONS, "cache": True}
-"""How those are compiled that Python calls. They are kept on disk with all that they call. Numba's index of what it
-keeps holds the arguments' types; they must be NumPy's and Python's own, as a class of ours that a later version
-renames could not be read back."""
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -97,6 +96,14 @@ class Rows(NamedTuple):
     block_table: np.ndarray  # [n, max_blocks] int32
 
 
+class Items(NamedTuple):
+    """Work that threads take piece by piece."""
+
+    items: np.ndarray  # [n, fields] int64; the kernels say which fields
+    largest: int  # size of the largest, as the kernel counts it
+    counter: int  # address of an int64: items taken
+
+
 class Call(NamedTuple):
     """One launch of one layer. slopes (times log2 e) and sinks: [num_q_heads] float32, or empty."""
 
@@ -106,18 +113,79 @@ class Call(NamedTuple):
     rows: Rows
     slopes: np.ndarray
     sinks: np.ndarray
+    decode: Items
+    prefill: Items
+    redo: int  # address of [prefill items] bytes, see `prefill.work`
+
+
+_JOB = struct.Struct("8q 21q 2dq 6q4q 2q2q 3q3q q 2q")
+"""A call in memory, eight bytes a word: shape, tensors, transforms; the addresses of the rows' arrays, then their
+sizes; slopes and sinks, (address, length); items, (address, number, largest), twice; redo; the two counters."""
+
+
+_WORDS = _JOB.size // 8
+
+
+def pack(
+    shape: tuple[int, ...],
+    tensors: tuple[int, ...],
+    transforms: Transforms,
+    rows: tuple[int, ...],
+    slopes: tuple[int, int],
+    sinks: tuple[int, int],
+    decode: tuple[int, int, int],
+    prefill: tuple[int, int, int],
+    redo: int,
+) -> ctypes.Array[ctypes.c_char]:
+    """A call as kernels read it, and the memory that its threads count in: addresses and sizes, see `_JOB`."""
+    job = ctypes.create_string_buffer(_JOB.size)
+    _JOB.pack_into(job, 0, *shape, *tensors, *transforms, *rows, *slopes, *sinks, *decode, *prefill, redo, 0, 0)
+    return job
 
 
 @njit(**OPTIONS)
-def call_of(facts):
-    """A call from its plain tuples, as `plain` made them."""
-    shape, tensors, transforms, rows, slopes, sinks = facts
-    return Call(Shape(*shape), Tensors(*tensors), Transforms(*transforms), Rows(*rows), slopes, sinks)
+def array_at(address, shape, dtype):
+    """The array that lies at an address."""
+    return carray(pointer(address), shape, dtype)
 
 
-def plain(call: Call) -> tuple[Any, ...]:
-    """A call as tuples of Python's own."""
-    return tuple(tuple(part) if isinstance(part, tuple) else part for part in call)
+@njit(**OPTIONS)
+def call_of(job):
+    """The call that `pack` wrote to address `job`."""
+    w = array_at(job, (_WORDS,), np.int64)
+    tensors = Tensors(
+        w[8],
+        (w[9], w[10]),
+        w[11],
+        w[12],
+        (w[13], w[14], w[15]),
+        w[16],
+        (w[17], w[18], w[19]),
+        w[20],
+        (w[21], w[22], w[23]),
+        w[24],
+        w[25],
+        (w[26], w[27], w[28]),
+    )
+    rows = Rows(
+        array_at(w[32], (w[38],), np.int64),
+        array_at(w[33], (w[38],), np.int32),
+        array_at(w[34], (w[38],), np.int32),
+        array_at(w[35], (w[38],), np.int32),
+        array_at(w[36], (w[39], w[40]), np.int32),
+        array_at(w[37], (w[39], w[41]), np.int32),
+    )
+    return Call(
+        Shape(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]),
+        tensors,
+        Transforms(load_real(job + 29 * 8), load_real(job + 30 * 8), w[31]),
+        rows,
+        array_at(w[42], (w[43],), np.float32),
+        array_at(w[44], (w[45],), np.float32),
+        Items(array_at(w[46], (w[47], 6), np.int64), w[48], job + 53 * 8),
+        Items(array_at(w[49], (w[50], 5), np.int64), w[51], job + 54 * 8),
+        w[52],
+    )
 
 
 def load(address: int, tag: type) -> Any:

@@ -12,10 +12,9 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu.native import (
-    KERNEL,
     OPTIONS,
+    array_at,
     bytes_of,
-    call_of,
     find_rows,
     finish,
     key_position,
@@ -398,19 +397,17 @@ def _attend(call, item, scratch, tag):
 
 
 @njit(**OPTIONS)
-def _work(facts, items, counter, max_rows, redo, tag):
-    """Take items until none is left; several threads may run this on one counter.
+def work(call, tag):
+    """Take prefill items until none is left; several threads may run this on one call.
 
-    Args:
-        facts: a `native.Call`, plain.
-        items: [num_items, 5] int64: launch sequence, split, launch rows from and to, KV head.
-        counter: address of an int64, 0 at the start.
-        max_rows: launch rows of an item, at most.
-        redo: [num_items] bool, set where an output is not finite: a value that is not finite may have reached rows
-            that do not see its key (0 * NaN is NaN).
+    An item is (launch sequence, split, launch rows from and to, KV head); the largest is measured in launch rows. The
+    byte `call.redo` of an item becomes 1 where an output is not finite: a value that is not finite may have reached
+    rows that do not see its key (0 * NaN is NaN).
     """
-    call = call_of(facts)
-    shape = call.shape
+    items, max_rows, counter = call.prefill
+    if len(items) == 0:
+        return
+    shape, redo = call.shape, array_at(call.redo, len(items), np.uint8)
     num_rows = (max_rows * shape.group + GROUP - 1) // GROUP * GROUP
     width = (shape.value_dim + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
     scratch = (
@@ -427,29 +424,8 @@ def _work(facts, items, counter, max_rows, redo, tag):
     )
     while True:
         index = fetch_add(counter, 1)
-        if index >= items.shape[0]:
+        if index >= len(items):
             break
         item = items[index]
-        redo[index] = not _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, tag)
-
-
-# One function a dtype: Numba numbers what it keeps of one function, and two processes that compile two dtypes of it at
-# once can give both the same number.
-
-
-@njit(**KERNEL)
-def work_float32(facts, items, counter, max_rows, redo):
-    """`_work` on pages of float32."""
-    _work(facts, items, counter, max_rows, redo, np.float32)
-
-
-@njit(**KERNEL)
-def work_float16(facts, items, counter, max_rows, redo):
-    """`_work` on pages of float16."""
-    _work(facts, items, counter, max_rows, redo, np.int16)
-
-
-@njit(**KERNEL)
-def work_bfloat16(facts, items, counter, max_rows, redo):
-    """`_work` on pages of bfloat16."""
-    _work(facts, items, counter, max_rows, redo, np.uint16)
+        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, tag)
+        redo[index] = 0 if finite else 1

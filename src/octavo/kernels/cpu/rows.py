@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import struct
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import KERNEL, OPTIONS, bytes_of, load_kind, store_kind
+from octavo.kernels.cpu.native import OPTIONS, array_at, bytes_of, load_kind, store_kind
 from octavo.kernels.cpu.simd import fetch_add, fma, load_f32, load_one, mul, splat, store_one
 
 CHUNK = 16
@@ -45,9 +47,37 @@ class Parts(NamedTuple):
     width: int
 
 
+_APPEND = struct.Struct("2q 10q 10q 2q q")
+"""An append in memory: address and number of the slots; K and V, a `Copy` each; block_size, num_kv_heads; counter."""
+
+_MERGE = struct.Struct("19q 2q q")
+"""A merge in memory: `Parts`; address and number of the sinks; counter."""
+
+
+def pack_append(
+    slots: tuple[int, int], k: tuple[int, ...], v: tuple[int, ...], block_size: int, num_kv_heads: int
+) -> ctypes.Array[ctypes.c_char]:
+    """An append as `append` reads it. slots: address and number; k, v: a flat `Copy`."""
+    job = ctypes.create_string_buffer(_APPEND.size)
+    _APPEND.pack_into(job, 0, *slots, *k, *v, block_size, num_kv_heads, 0)
+    return job
+
+
+def pack_merge(parts: tuple[int, ...], sinks: tuple[int, int]) -> ctypes.Array[ctypes.c_char]:
+    """A merge as `merge` reads it. parts: a flat `Parts`; sinks: address and number of [num_heads] float32."""
+    job = ctypes.create_string_buffer(_MERGE.size)
+    _MERGE.pack_into(job, 0, *parts, *sinks, 0)
+    return job
+
+
 @njit(**OPTIONS)
-def _copy_row(facts, i, block, offset, num_kv_heads):
-    copy = Copy(*facts)
+def _copy_at(address):
+    w = array_at(address, (10,), np.int64)
+    return Copy(w[0], (w[1], w[2]), w[3], w[4], (w[5], w[6], w[7]), w[8], w[9])
+
+
+@njit(**OPTIONS)
+def _copy_row(copy, i, block, offset, num_kv_heads):
     source = copy.source + i * copy.source_strides[0]
     target = copy.target + block * copy.target_strides[0] + offset * copy.target_strides[1]
     from_size, to_size = bytes_of(copy.source_kind), bytes_of(copy.target_kind)
@@ -57,17 +87,18 @@ def _copy_row(facts, i, block, offset, num_kv_heads):
             store_kind(y + d * to_size, load_kind(x + d * from_size, copy.source_kind), copy.target_kind)
 
 
-@njit(**KERNEL)
-def append(slots, counter, k, v, block_size, num_kv_heads):
-    """Write row i to slot slots[i], where that is not negative; several threads may run this on one counter.
+@njit(**OPTIONS)
+def append(job):
+    """Write row i to slot slots[i], where that is not negative; several threads may run this on one job.
 
     Args:
-        slots: [num_slots] int64.
-        counter: address of an int64, 0 at the start.
-        k, v: a `Copy` each, plain.
+        job: address of what `pack_append` wrote.
     """
+    w = array_at(job, (25,), np.int64)
+    slots = array_at(w[0], (w[1],), np.int64)
+    k, v, block_size, num_kv_heads = _copy_at(job + 16), _copy_at(job + 96), w[22], w[23]
     while True:
-        start = fetch_add(counter, CHUNK)
+        start = fetch_add(job + 192, CHUNK)
         if start >= len(slots):
             break
         for i in range(start, min(start + CHUNK, len(slots))):
@@ -109,19 +140,33 @@ def _merge_row(parts, sinks, row, head, weights):
         store_one(place, peak + np.float32(math.log(total)) if total != 0 else np.float32(-np.inf))
 
 
-@njit(**KERNEL)
-def merge(facts, sinks, counter):
-    """Merge parts by their LSE, one after another; several threads may run this on one counter.
+@njit(**OPTIONS)
+def merge(job):
+    """Merge parts by their LSE, one after another; several threads may run this on one job.
 
     Args:
-        facts: a `Parts`, plain.
-        sinks: [num_heads] float32, or empty.
-        counter: address of an int64, 0 at the start.
+        job: address of what `pack_merge` wrote.
     """
-    parts = Parts(*facts)
+    w = array_at(job, (22,), np.int64)
+    parts = Parts(
+        w[0],
+        (w[1], w[2], w[3]),
+        w[4],
+        (w[5], w[6], w[7]),
+        w[8],
+        (w[9], w[10]),
+        w[11],
+        w[12],
+        (w[13], w[14]),
+        w[15],
+        w[16],
+        w[17],
+        w[18],
+    )
+    sinks = array_at(w[19], (w[20],), np.float32)
     weights = np.empty(parts.num_parts, np.float32)
     while True:
-        start = fetch_add(counter, CHUNK)
+        start = fetch_add(job + 168, CHUNK)
         if start >= parts.num_rows:
             break
         for row in range(start, min(start + CHUNK, parts.num_rows)):

@@ -201,6 +201,18 @@ def load_one(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, _F32.as_pointer()))
 
 
+@_operation(types.float64, _A)
+def load_real(builder: Any, address: Any) -> Any:
+    """One float64."""
+    return builder.load(builder.inttoptr(address, ir.DoubleType().as_pointer()))
+
+
+@_operation(types.voidptr, _A)
+def pointer(builder: Any, address: Any) -> Any:
+    """An address as Numba's `carray` takes it."""
+    return builder.inttoptr(address, _BYTE_POINTER)
+
+
 @_operation(types.int64, _A)
 def load_int(builder: Any, address: Any) -> Any:
     """One int64."""
