@@ -43,14 +43,14 @@ def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
         kernels.append(launch(self, *args, **options | {"warmup": True}))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _pretended(gpu))
+        patch.setattr(driver, "_active", pretended(gpu))
         patch.setattr(JITFunction, "run", only_compile)
         call()
     assert all(kernels), "a kernel was not compiled"
     return [Binary(kernel.name, kernel.metadata.shared, _spilled(kernel.asm)) for kernel in kernels]
 
 
-def _pretended(gpu: str) -> SimpleNamespace:
+def pretended(gpu: str) -> SimpleNamespace:
     """A driver under which Triton believes that `gpu` is there."""
     from triton.backends.compiler import GPUTarget
 

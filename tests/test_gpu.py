@@ -14,8 +14,10 @@ import octavo
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.cache import LayerCache, PagedKVCache
+from octavo.launch import Plan, PlanBuffers
 from octavo.planner import Planner, PrefixGroup
 from octavo.spec import AttentionSpec
+from octavo.warm_up import warm_up
 from tolerance import assert_attention, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -125,21 +127,26 @@ def test_a_merge_does_not_wait() -> None:
 
 @pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
 def test_nothing_compiles_while_serving(cut: str) -> None:
-    """L04: batches of 3, then of 1, 8, 16 and 17 (values that Triton specialises on), lengths likewise."""
+    """L04: after warming up, batches of 1, 8, 16 and 17 (values that Triton specialises on), lengths likewise."""
     options = dict(CUTS[cut])
     invariant = options.pop("batch_invariant", False)
 
-    def serve(case: Case) -> None:
+    def serve(case: Case, before: bool = False) -> None:
         step = Step.of(case, batch_invariant=invariant)
+        if before:
+            problem = step.problem
+            sizes = {"max_num_seqs": 32, "max_seq_len": CAP, "prefixes": True, "lse": True}
+            warm_up(step.planner, problem.spec, problem.cache, torch.bfloat16, **sizes, sinks=problem.sinks)
         batch = replace(step.problem.batch, max_seq_len=CAP)
         step = replace(step, problem=replace(step.problem, batch=batch))
         k = torch.zeros(batch.slot_mapping.numel(), 2, 64, dtype=torch.bfloat16, device="cuda")
         octavo.append(step.problem.cache, k, k, batch.slot_mapping)
         step.run(**options)
 
-    serve(decode((40, 50, 60)))
-    serve(decode((40, 50, 60), 30))
-    serve(decode((40, 50, 60), 60))
+    serve(decode((40, 50, 60)), before=True)
+    if cut == "splits":  # not the planner's own choice
+        serve(decode((40, 50, 60), 30))
+        serve(decode((40, 50, 60), 60))
     with compiling_is_an_error():
         for n in (1, 8, 16, 17):
             serve(decode((33,) * n))
@@ -147,6 +154,85 @@ def test_nothing_compiles_while_serving(cut: str) -> None:
             serve(decode((1,) * n))
         for lengths in ((48,), (64, 33, 40), (40,) * 16):
             serve(decode(lengths, 30))
+
+
+def with_lengths(step: Step, buffers: PlanBuffers | None, lengths: tuple[int, ...]) -> Plan:
+    """The plan of a step whose sequences have other lengths; its graph is captured for the longest."""
+    batch = step.problem.batch
+    batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    return step.planner.plan(replace(batch, max_seq_len=CAP), buffers=buffers)
+
+
+def attend(step: Step, plan: Plan, out: Tensor) -> None:
+    problem = step.problem
+    octavo.run(plan, problem.spec, problem.q, problem.cache, out, step.lse, sinks=problem.sinks)
+
+
+@pytest.mark.parametrize("cut", ["default", "invariant"])
+def test_a_graph_sees_plans_that_are_built_outside(cut: str) -> None:
+    """J06, J11: an engine captures its layers and plans each step before the replay."""
+    step = Step.of(decode((CAP,) * 8), **CUTS[cut])
+    buffers = step.planner.buffers(max_num_tokens=32, max_num_seqs=32, max_seq_len=CAP)
+    plan = with_lengths(step, buffers, (CAP,) * 8)
+    attend(step, plan, step.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(step, plan, step.out)
+    wanted, expected = Step.of(step.problem.case, **CUTS[cut]), torch.empty_like(step.out)
+    for lengths in (LENGTHS, (1024,) * 8, (5, 900, 512, 256, 1024, 3, 3, 70), LENGTHS[::-1]):
+        with_lengths(step, buffers, lengths)
+        step.out.fill_(99.0)
+        graph.replay()
+        attend(wanted, with_lengths(wanted, None, lengths), expected)
+        assert_same_bits("out", step.out, expected)
+
+
+@pytest.mark.parametrize("cut", ["default", "invariant"])
+def test_a_plan_is_built_while_the_last_one_runs(cut: str) -> None:
+    """J12, J16: the device is busy, the host plans two steps ahead into one memory, allocating nothing."""
+    step = Step.of(decode((CAP,) * 8), **CUTS[cut])
+    buffers = step.planner.buffers(max_num_tokens=32, max_num_seqs=32, max_seq_len=CAP)
+    batches = [(LENGTHS, torch.empty_like(step.out)), ((1024,) * 8, torch.empty_like(step.out))]
+    lens = [torch.tensor(lengths, dtype=torch.int32, device="cuda") for lengths, _ in batches]
+    expected = [torch.empty_like(step.out) for _ in batches]
+    for (lengths, _), out in zip(batches, expected, strict=True):
+        attend(step, with_lengths(step, None, lengths), out)
+    planned = [replace(step.problem.batch, seq_lens=x, max_seq_len=CAP) for x in lens]
+    step.planner.plan(planned[0], buffers=buffers)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    for batch, (_, out) in zip(planned, batches, strict=True):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        plan = step.planner.plan(batch, buffers=buffers)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        attend(step, plan, out)
+    for (_, out), wanted in zip(batches, expected, strict=True):
+        assert_same_bits("out", out, wanted)
+
+
+@pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
+def test_two_streams_share_a_planner(cut: str) -> None:
+    """Plans of one planner that run side by side leave their parts in memory of their own."""
+    options = dict(CUTS[cut])
+    step = Step.of(decode((CAP,) * 8), batch_invariant=options.pop("batch_invariant", False))
+    streams = [torch.cuda.Stream() for _ in "ab"]
+    lengths = [LENGTHS, LENGTHS[::-1]]
+    lens = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in lengths]
+    planned = [replace(step.problem.batch, seq_lens=x, max_seq_len=CAP) for x in lens]
+    plans = [step.planner.plan(batch, **options) for batch in planned]
+    expected = [torch.empty_like(step.out) for _ in plans]
+    for plan, out in zip(plans, expected, strict=True):
+        attend(step, plan, out)
+    outs = [torch.empty(50, *step.out.shape, dtype=step.out.dtype, device="cuda") for _ in plans]
+    torch.cuda.synchronize()
+    for i in range(50):
+        for stream, plan, out in zip(streams, plans, outs, strict=True):
+            with torch.cuda.stream(stream):
+                octavo.run(plan, SPEC, step.problem.q, step.problem.cache, out[i], sinks=step.problem.sinks)
+    torch.cuda.synchronize()
+    for out, wanted in zip(outs, expected, strict=True):
+        for i in range(50):
+            assert_same_bits("out", out[i], wanted)
 
 
 @pytest.mark.parametrize("cut", ["default", "splits", "invariant"])

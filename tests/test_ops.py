@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from conformance.common import CASES, CUTS
-from conformance.harness import Cut, make_plan
+from conformance.common import CASES, CUTS, EIGHT_BIT_CASES
+from conformance.harness import Cut, make_plan, skip_if_unserved
 from octavo import ops
 from octavo import run as plain_run
 from octavo.bench.cases import Case, Problem, build
@@ -39,10 +39,11 @@ def op_run(problem: Problem, plan: Plan, run=ops.run) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *EIGHT_BIT_CASES], ids=lambda case: case.name)
 def test_the_operator_runs_the_plan(device: str, case: Case, cut: Cut) -> None:
     for rank in range(cut.world):
         problem = build(case, shard=KVShard(cut.world, rank, cut.interleave), device=device)
+        skip_if_unserved(problem)
         plan = make_plan(problem, cut)
         for name, actual, wanted in zip(
             ("out", "lse"), op_run(problem, plan), op_run(problem, plan, plain_run), strict=True
@@ -55,13 +56,14 @@ def test_every_fact_of_a_plan_travels() -> None:
     on_the_way = {"launches", "positions", "seq_lens", "block_table", "num_states", "shard", "batch_invariant"}
     known_or_not_needed = {"slot_mapping", "block_size", "num_blocks", "workspace", "check", "memo"}
     assert {field.name for field in dataclasses.fields(Plan)} == on_the_way | known_or_not_needed
-    launch = ["query_start_loc", "kv_splits", "first_state", "rows", "seqs", "max_query_len", "pieces"]
+    launch = ["query_start_loc", "kv_splits", "first_state", "rows", "seqs", "max_query_len", "pieces", "tickets"]
     assert [field.name for field in dataclasses.fields(Launch)] == launch
 
 
 def attend_arguments(device: str, case: Case, cut: Cut) -> tuple:
     """What `ops.run` hands to the operator."""
     problem = build(case, device=device)
+    skip_if_unserved(problem)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_attend", lambda *arguments: seen.append(arguments))
@@ -69,10 +71,10 @@ def attend_arguments(device: str, case: Case, cut: Cut) -> tuple:
     return seen[0]
 
 
-@pytest.mark.parametrize("name", ["everything", "half", "encoder-window"])
+@pytest.mark.parametrize("name", ["everything", "half", "encoder-window", "int8-kv", "int8-per-token"])
 @pytest.mark.parametrize("cut", ["whole", "splits", "cascade"])
 def test_opcheck_attend(device: str, name: str, cut: str) -> None:
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in (*CASES, *EIGHT_BIT_CASES) if case.name == name)
     torch.library.opcheck(torch.ops.octavo.attend.default, attend_arguments(device, case, CUTS[cut]))
 
 
@@ -82,7 +84,21 @@ def test_opcheck_append(device: str) -> None:
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
         shape = [(5, 4, 3, 16)[i] for i in order]
         caches = [torch.zeros(shape, device=device).permute(order) for _ in "kv"]
-        torch.library.opcheck(torch.ops.octavo.append.default, (*caches, k, v, slots))
+        torch.library.opcheck(torch.ops.octavo.append.default, (*caches, None, None, None, None, k, v, slots))
+
+
+@pytest.mark.parametrize("name", ["int8-kv", "int8-k-half", "int8-per-token-bfloat16"])
+def test_opcheck_append_with_scales(device: str, name: str) -> None:
+    """Scales of rows are written, static ones are not. (opcheck itself cannot compare fp8.)"""
+    case = next(case for case in EIGHT_BIT_CASES if case.name == name)
+    problem = build(case, device=device)
+    skip_if_unserved(problem)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_append", lambda *arguments: seen.append(arguments))
+        k, v = torch.randn(2, 17, 2, 16, device=device)
+        ops.append(problem.cache, k, v, problem.batch.slot_mapping)
+    torch.library.opcheck(torch.ops.octavo.append.default, seen[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,10 +17,11 @@ from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, Order, PageLayout
 from octavo.errors import Unsupported
 from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS, KVFormat
-from octavo.launch import Plan
+from octavo.launch import Plan, PlanBuffers
 from octavo.planner import Planner
 from octavo.run import append, run
 from octavo.spec import AttentionSpec, KVShard
+from octavo.warm_up import warm_up
 
 AttentionKind = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 """decoder: causal over pages. encoder: both ways over raw keys. encoder_only: the same, the whole model.
@@ -36,8 +37,7 @@ class Backend:
     name = "OCTAVO"
     kinds: tuple[AttentionKind, ...] = get_args(AttentionKind)
     dtypes = kernels.FLOAT_DTYPES
-    kv_formats = ("auto", *FLOAT_FORMATS)
-    refused_kv_formats = EIGHT_BIT_FORMATS
+    kv_formats = ("auto", *FLOAT_FORMATS, *EIGHT_BIT_FORMATS)
     layouts: tuple[Order, ...] = get_args(Order)
     preferred_block_size = 16
 
@@ -60,10 +60,10 @@ class Backend:
         if block_size < 1:
             return f"block_size must be at least 1, got {block_size}"
         try:
-            KVFormat.parse(kv_format, dtype)
+            parsed = KVFormat.parse(kv_format, dtype)
         except ValueError as error:
             return str(error)
-        return kernels.unsupported(spec, device, dtype)
+        return kernels.unsupported(spec, device, dtype, kv_format=parsed)
 
     @staticmethod
     def page_layout(
@@ -89,6 +89,9 @@ class BuilderConfig:
         num_kv_heads: of the layer with the fewest; how finely keys are cut on a GPU. None: num_q_heads.
         block_size, num_blocks: of the cache; for raw keys (encoder layers) 1 and None.
         max_model_len: longest sequence in tokens.
+        max_num_seqs, max_num_tokens: of a step. Given both, the builder of a GPU keeps memory for plans and writes all
+            plans without a shared prefix to it, at the same addresses: a plan is then valid until the next `build`,
+            and graphs captured over plans see those built later. None: every plan has memory of its own.
         num_speculative_tokens: draft tokens per request and step.
         shard: the keys that this rank holds.
         batch_invariant: output bits of a request depend on that request alone.
@@ -105,6 +108,8 @@ class BuilderConfig:
     shard: KVShard = KVShard()
     batch_invariant: bool = False
     device: torch.device = torch.device("cpu")
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
 
 
 class MetadataBuilder:
@@ -122,6 +127,10 @@ class MetadataBuilder:
             batch_invariant=config.batch_invariant,
             num_kv_heads=config.num_kv_heads,
         )
+        seqs, tokens = config.max_num_seqs, config.max_num_tokens
+        self._buffers: PlanBuffers | None = None
+        if seqs is not None and tokens is not None and self._planner.on_device(config.device):
+            self._buffers = self._planner.buffers(tokens, seqs, config.max_model_len)
 
     @property
     def reorder_batch_threshold(self) -> int:
@@ -135,11 +144,37 @@ class MetadataBuilder:
             common_prefix_len: keys shared by all sequences, page by page; 0: none.
             metadata: the step.
         """
-        return self._planner.plan(metadata, common_prefix_len=common_prefix_len)
+        buffers = None if common_prefix_len else self._buffers
+        return self._planner.plan(metadata, common_prefix_len=common_prefix_len, buffers=buffers)
 
     def build_for_graph_capture(self, metadata: AttentionBatch) -> Plan:
-        """The plan to capture: as if every sequence could be as long as the model allows."""
+        """The plan to capture: as if every sequence could be as long as the model allows.
+
+        If the graph does not hold the making of the plan, the builder must keep memory for plans (`BuilderConfig`),
+        the batch's tensors must stay where they are, and later steps of the graph are planned with this method too.
+        """
         return self.build(0, dataclasses.replace(metadata, max_seq_len=self.config.max_model_len))
+
+    def warm_up(self, impl: Impl, cache: LayerCache, dtype: torch.dtype, max_num_seqs: int) -> None:
+        """Compile all kernels that steps of a decoder's layer can reach, so that none is compiled while serving.
+
+        Args:
+            impl: the layer.
+            cache: its pages.
+            dtype: of queries, keys, values and results.
+            max_num_seqs: sequences of a step.
+        """
+        warm_up(
+            self._planner,
+            impl.spec,
+            cache,
+            dtype,
+            max_num_seqs=max_num_seqs,
+            max_seq_len=self.config.max_model_len,
+            prefixes=max_num_seqs >= MIN_CASCADE_SEQS and self.config.max_model_len > MIN_CASCADE_TOKENS,
+            alibi_slopes=impl.alibi_slopes,
+            sinks=impl.sinks,
+        )
 
     def use_cascade(self, common_prefix_len: int, num_seqs: int) -> bool:
         """Whether reading a prefix once for all sequences pays."""
@@ -181,8 +216,8 @@ class Impl:
         self.spec = spec
         self.kind = kind
         self.shares_kv = shares_kv
-        self._alibi_slopes = None if alibi_slopes is None else alibi_slopes.float()
-        self._sinks = None if sinks is None else sinks.float()
+        self.alibi_slopes = None if alibi_slopes is None else alibi_slopes.float()
+        self.sinks = None if sinks is None else sinks.float()
 
     def update_cache(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan | None) -> None:
         """Write new keys and values [>= num_slots, num_kv_heads, head_dim | value_dim] into their pages.
@@ -201,6 +236,7 @@ class Impl:
         plan: Plan | None,
         out: Tensor,
         lse: Tensor | None = None,
+        q_descale: Tensor | None = None,
     ) -> None:
         """Attend, into `out`.
 
@@ -212,6 +248,7 @@ class Impl:
             plan: the step; None (a profiling run): out is filled with 0.
             out: [>= num_tokens, num_q_heads, value_dim], written in place.
             lse: [>= num_tokens, num_q_heads] float32 or None, written in place.
+            q_descale: float32 [] or [num_seqs, num_kv_heads], of a q that comes in fp8; None: 1.
         """
         if plan is None:
             out.zero_()
@@ -222,7 +259,17 @@ class Impl:
             cache = LayerCache(k.unsqueeze(1), v.unsqueeze(1))  # raw keys are pages of one row
         if cache is None:
             raise ValueError(f"a layer of kind {self.kind!r} attends to its cache, got None")
-        run(plan, self.spec, q, cache, out, lse, alibi_slopes=self._alibi_slopes, sinks=self._sinks)
+        run(
+            plan,
+            self.spec,
+            q,
+            cache,
+            out,
+            lse,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            q_descale=q_descale,
+        )
 
 
 def window_radii(sliding_window: int | None, kind: AttentionKind = "decoder") -> tuple[int | None, int | None]:

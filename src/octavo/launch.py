@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,12 +39,15 @@ class Operands(NamedTuple):
     cache: the layer's pages.
     alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
     sinks: [num_q_heads] float32, given iff the launch writes the final result of a layer with sinks.
+    q_descale: float32 [] or [num_seqs, num_kv_heads], of an fp8 q; None: 1. Rows take their own sequence's
+        (`Plan.seqs_of_rows`), in a cascade too.
     """
 
     q: Tensor
     cache: LayerCache
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    q_descale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Launch:
             rows and seqs are None): sequence, part, parts of the sequence, the local keys [kv_start, kv_end), and of
             the sequence query_start_loc, the number of rows (0: no piece) and seq_len. A sequence's parts stand
             together, in order, and cover its keys; each sequence has at least one.
+        tickets: [>= max_pieces * num_kv_heads] int32, given iff pieces are: 0 between launches; how many parts of a
+            sequence are done, so that the last merges them.
     """
 
     query_start_loc: Tensor
@@ -76,6 +81,7 @@ class Launch:
     seqs: Tensor | None = None
     max_query_len: int | None = None
     pieces: Tensor | None = None
+    tickets: Tensor | None = None
 
     @property
     def num_splits(self) -> int:
@@ -85,7 +91,9 @@ class Launch:
 class Workspace:
     """Memory that every step and layer uses again: partial results, and what kernels keep for a moment.
 
-    Each Python thread has its own, so that plans of one planner may run in several threads.
+    Each Python thread has its own, and on a GPU each stream, so that plans of one planner may run side by side. A
+    captured graph holds the memory of the stream that it was captured on: graphs captured on one stream must not
+    replay at the same time.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -119,30 +127,56 @@ class Workspace:
         return State(out, lse)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor, its content undefined, valid until this thread asks for the same name again."""
-        return self._buffer(name, shape, dtype, torch.empty)
-
-    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The same, and 0 the first time: who uses it leaves 0 behind."""
-        return self._buffer(name, shape, dtype, torch.zeros)
+        """A contiguous tensor, its content undefined, valid until this thread asks for the same name again on the
+        stream that is current."""
+        made: dict[tuple[str, torch.dtype, int], list[Tensor]] | None = getattr(self._local, "buffers", None)
+        if made is None:
+            made = self._local.buffers = {}
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        same, numel = made.setdefault((name, dtype, stream), []), math.prod(shape)
+        if not same or same[-1].numel() < numel:
+            if self.device.type == "cpu":
+                same.clear()  # on a GPU a captured graph may still write to the smaller ones
+            same.append(torch.empty(numel, dtype=dtype, device=self.device))
+        return same[-1][:numel].view(shape)
 
     def buffers(self) -> list[Tensor]:
         """This thread's memory. A captured graph writes to it on replay, so whoever owns the graph keeps it too:
         the thread may end before."""
-        made: dict[tuple[str, torch.dtype], list[Tensor]] = getattr(self._local, "buffers", {})
+        made: dict[tuple[str, torch.dtype, int], list[Tensor]] = getattr(self._local, "buffers", {})
         return [buffer for same in made.values() for buffer in same]
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tensor]) -> Tensor:
-        buffers: dict[tuple[str, torch.dtype], list[Tensor]] | None = getattr(self._local, "buffers", None)
-        if buffers is None:
-            buffers = self._local.buffers = {}
-        numel = math.prod(shape)
-        made = buffers.setdefault((name, dtype), [])
-        if not made or made[-1].numel() < numel:
-            if self.device.type == "cpu":
-                made.clear()  # on a GPU a captured graph may still write to the smaller ones
-            made.append(make(numel, dtype=dtype, device=self.device))
-        return made[-1][:numel].view(shape)
+
+class PlanBuffers:
+    """Memory that plans are written to, one after another, so that they lie at the same addresses every time.
+
+    CUDA graphs that are captured over a plan need this if their plans are built outside them: `Planner.buffers` makes
+    it. A plan is valid until the next one is built into the same buffers. Whatever runs on the stream that builds the
+    next plan is safe: the device reads the old plan first. Plans that are alive at once need buffers of their own.
+
+    Args:
+        size: int32 numbers of the largest plan.
+        made_for: what that plan is, in words, for messages.
+    """
+
+    def __init__(self, size: int, made_for: str, device: torch.device) -> None:
+        self.made_for = made_for
+        self._memory = torch.empty(size, dtype=torch.int32, device=device)
+        self.views: dict[tuple[Any, ...], Any] = {}
+        """Views of the memory by the sizes of a plan, kept by who makes them: making them takes as long as a plan."""
+
+    def take(self, size: int) -> Tensor:
+        """The first `size` numbers, their content undefined.
+
+        Raises:
+            ValueError: the plan is larger than these buffers.
+        """
+        if size > self._memory.numel():
+            raise ValueError(
+                f"the plan takes {size} numbers, its buffers have {self._memory.numel()}: they were made for "
+                f"{self.made_for}; make larger ones, or plan without"
+            )
+        return self._memory[:size]
 
 
 class Piece(NamedTuple):
@@ -196,6 +230,17 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    def seqs_of_rows(self) -> Tensor:
+        """[num_tokens] int64: the batch's sequence of each query row; 0 for padding rows."""
+        if ("seqs of rows",) not in self.memo:
+            # The last launch holds the batch's sequences; rows past them count as the first, to name one that exists.
+            ends = self.launches[-1].query_start_loc[1:]
+            rows = torch.arange(self.num_tokens, dtype=ends.dtype, device=ends.device)
+            seqs = torch.searchsorted(ends, rows, right=True)
+            self.memo[("seqs of rows",)] = torch.where(seqs < ends.shape[0], seqs, 0)
+        found: Tensor = self.memo[("seqs of rows",)]
+        return found
 
     def update_block_table(self, block_table: Tensor, slot_mapping: Tensor | None) -> Plan:
         """The same plan over the pages of another cache group, which has the same lengths.

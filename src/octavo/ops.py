@@ -4,8 +4,9 @@ An operator takes tensors and numbers only, so `attend` spreads a plan over them
 is a tensor or an int (which compiled graphs keep symbolic), what a layer is stays a constant. Outside compiled
 graphs the plain functions say the same and cost less on the host.
 
-K and V share memory and are both written, which AOTAutograd takes if neither names the other's base (`PageLayout`
-sees to that; under inference mode all views are so) and if the number of blocks does not change between calls.
+K, V and their scales share memory and are all written, which AOTAutograd takes if none names another's base
+(`PageLayout` sees to that; under inference mode all views are so) and if the number of blocks does not change between
+calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from octavo.spec import AttentionSpec, KVShard
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """`octavo.append` as one node of a graph; same arguments and errors."""
-    _append(cache.k_cache, cache.v_cache, k, v, slot_mapping)
+    scales = cache.k_descale, cache.v_descale
+    in_pages, static = zip(*((x, None) if x is not None and x.ndim == 3 else (None, x) for x in scales), strict=True)
+    _append(cache.k_cache, cache.v_cache, *in_pages, *static, k, v, slot_mapping)
 
 
 def run(
@@ -38,6 +41,7 @@ def run(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
 ) -> None:
     """`octavo.run` as one node of a graph; same arguments and errors.
 
@@ -49,10 +53,13 @@ def run(
         q,
         cache.k_cache,
         cache.v_cache,
+        cache.k_descale,
+        cache.v_descale,
         out,
         lse,
         alibi_slopes,
         sinks,
+        q_descale,
         spec.scale,
         spec.causal,
         spec.window_left,
@@ -69,6 +76,7 @@ def run(
         [launch.first_state for launch in launches],
         [plan.num_tokens if x.max_query_len is None else x.max_query_len for x in launches],
         [launch.pieces for launch in launches],
+        [launch.tickets for launch in launches],
         plan.num_states,
         plan.shard.dcp_world,
         plan.shard.dcp_rank,
@@ -83,9 +91,21 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     return out, lse
 
 
-@torch.library.custom_op("octavo::append", mutates_args=("k_cache", "v_cache"))
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    plain_append(LayerCache(k_cache, v_cache), k, v, slot_mapping)
+@torch.library.custom_op("octavo::append", mutates_args=("k_cache", "v_cache", "k_scales", "v_scales"))
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Scales in the pages are written, static ones read."""
+    k_descale, v_descale = k_descale if k_scales is None else k_scales, v_descale if v_scales is None else v_scales
+    plain_append(LayerCache(k_cache, v_cache, k_descale, v_descale), k, v, slot_mapping)
 
 
 @torch.library.custom_op("octavo::merge", mutates_args=())
@@ -98,10 +118,13 @@ def _attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    q_descale: Tensor | None,
     softmax_scale: float,
     causal: bool,
     window_left: int | None,
@@ -118,6 +141,7 @@ def _attend(
     first_states: Sequence[int],
     max_query_lens: Sequence[int],
     pieces: Sequence[Tensor | None],
+    tickets: Sequence[Tensor | None],
     num_states: int,
     dcp_world: int,
     dcp_rank: int,
@@ -138,7 +162,7 @@ def _attend(
         alibi=alibi,  # type: ignore[arg-type]  # an operator knows no Literal
         sinks=sinks is not None,
     )
-    columns = zip(query_start_locs, kv_splits, first_states, rows, seqs, max_query_lens, pieces, strict=True)
+    columns = zip(query_start_locs, kv_splits, first_states, rows, seqs, max_query_lens, pieces, tickets, strict=True)
     workspace = Workspace(q.device)
     workspace.reserve(num_states, positions.shape[0], spec.num_q_heads, spec.v_dim)
     plan = Plan(
@@ -154,11 +178,12 @@ def _attend(
         shard=KVShard(dcp_world, dcp_rank, interleave),
         batch_invariant=batch_invariant,
     )
-    plain_run(plan, spec, q, LayerCache(k_cache, v_cache), out, lse, alibi_slopes=alibi_slopes, sinks=sinks)
+    cache = LayerCache(k_cache, v_cache, k_descale, v_descale)
+    plain_run(plan, spec, q, cache, out, lse, alibi_slopes=alibi_slopes, sinks=sinks, q_descale=q_descale)
 
 
 @_append.register_fake
-def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+def _(*operands: object) -> None:
     """Writes in place, returns nothing."""
 
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.batch import AttentionBatch
 from octavo.checks import check_block_table
-from octavo.launch import Launch, Plan, Workspace
+from octavo.launch import Launch, Plan, PlanBuffers, Workspace
 from octavo.spec import KVShard
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.schedule import Cut, Step
 
 INVARIANT_SPLIT = 512
 """Keys of a split in the batch-invariant mode: boundaries at its multiples, whatever the batch."""
@@ -108,6 +113,7 @@ class Planner:
         num_splits: int | None = None,
         common_prefix_len: int = 0,
         prefix_levels: Sequence[Sequence[PrefixGroup]] = (),
+        buffers: PlanBuffers | None = None,
     ) -> Plan:
         """Cut a step into launches.
 
@@ -117,6 +123,8 @@ class Planner:
             common_prefix_len: keys shared by all sequences; 0: none. Short for one level with one group.
             prefix_levels: cascade levels, outermost first; the groups of a level are disjoint, and all
                 sequences of a group have met the same keys in the levels before.
+            buffers: where the plan lies, until the next one is built there; None: in memory of its own. Only on a
+                GPU, and not with shared prefixes.
 
         Returns:
             A plan for every layer of the step, whatever its windows, score transforms or dtype.
@@ -137,12 +145,17 @@ class Planner:
             raise ValueError(f"common_prefix_len must be at least 0, got {common_prefix_len}")
         if common_prefix_len and prefix_levels:
             raise ValueError("give common_prefix_len or prefix_levels, not both")
+        on_device = self.on_device(batch.device)
+        if buffers is not None and (common_prefix_len or prefix_levels or not on_device):
+            raise ValueError(
+                f"buffers are for plans on a GPU without shared prefixes, got device {batch.device}, "
+                f"common_prefix_len={common_prefix_len} and {len(prefix_levels)} levels: leave buffers out"
+            )
         if common_prefix_len and batch.num_seqs:
             prefix_levels = [[PrefixGroup(tuple(range(batch.num_seqs)), common_prefix_len)]]
 
-        whole = num_splits is None and not self.batch_invariant and not prefix_levels
-        if batch.device.type == "cuda" and whole and batch.num_tokens and batch.num_seqs:
-            return self._plan_on_device(batch)
+        if on_device and not prefix_levels and batch.num_tokens and batch.num_seqs:
+            return self._plan_on_device(batch, num_splits, buffers)
         local_lens = self.shard.local_count(batch.seq_lens)
         if self.check:
             self._check_batch(batch, local_lens)
@@ -164,6 +177,7 @@ class Planner:
             start_of_seq = torch.zeros_like(local_lens)
             if launches:  # a copy from the host, which waits
                 start_of_seq = torch.tensor(done, dtype=torch.int32, device=batch.device).minimum(local_lens)
+            whole = num_splits is None and not self.batch_invariant and not prefix_levels
             keys = self._cpu_split(batch, local_lens) if whole and batch.device.type == "cpu" else None
             longest = max_local_len - min(done) if keys is None else int(local_lens.max())
             kv_splits = self._splits(start_of_seq, local_lens, longest, num_splits, keys)
@@ -174,22 +188,66 @@ class Planner:
         positions, seq_lens = _facts_of_rows(batch, seq_of_row, is_row)
         return self._finish(batch, tuple(launches), positions, seq_lens, num_states)
 
-    def _plan_on_device(self, batch: AttentionBatch) -> Plan:
+    @staticmethod
+    def on_device(device: torch.device) -> bool:
+        """Whether plans are worked out by a kernel on the device."""
+        return device.type == "cuda"
+
+    def buffers(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> PlanBuffers:
+        """Buffers for any plan on a GPU of at most so many rows, sequences and keys, with the planner's own splits.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        from octavo.kernels import triton
+
+        sizes = {"max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs, "max_seq_len": max_seq_len}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        cuts = [self._cut(query_len, max_num_seqs, max_seq_len, None) for query_len in (1, 2, max_num_tokens)]
+        size = max(triton.step_size(max_num_tokens, max_num_seqs, cut) for cut in cuts)
+        made_for = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return PlanBuffers(size, made_for, self._workspace.device)
+
+    def _plan_on_device(self, batch: AttentionBatch, num_splits: int | None, buffers: PlanBuffers | None) -> Plan:
         """One launch over all keys, worked out by one kernel; it waits for nothing."""
         from octavo.kernels import triton
 
         if self.check:
             self._check_batch(batch, self.shard.local_count(batch.seq_lens))
-        few = batch.max_query_len <= MAX_PIECE_ROWS and batch.num_seqs <= MAX_PIECE_SEQS
-        num_pieces = self._num_pieces(batch.max_query_len) if few else None
-        step = triton.empty_step(batch.num_tokens, batch.num_seqs, num_pieces, batch.device)
-        triton.fill_step(step, batch.query_start_loc, batch.seq_lens, self.shard, num_pieces, self._workspace.kernels)
-        launch = Launch(batch.query_start_loc, step.kv_splits, 0, max_query_len=batch.max_query_len, pieces=step.pieces)
-        return self._finish(batch, (launch,), step.positions, step.seq_lens, 1)
+        cut = self._cut(batch.max_query_len, batch.num_seqs, batch.max_seq_len, num_splits)
+        step = _memory_of_step(batch, cut, buffers)
+        kernels = self._workspace.kernels
+        triton.fill_step(step, batch.query_start_loc, batch.seq_lens, self.shard, cut, self.block_size, kernels)
+        if cut.num_splits > 1:
+            self._workspace.reserve(cut.num_splits, batch.num_tokens, self.num_q_heads, self.value_dim)
+        launch = Launch(
+            batch.query_start_loc,
+            step.kv_splits,
+            0,
+            max_query_len=batch.max_query_len,
+            pieces=step.pieces,
+            tickets=step.tickets,
+        )
+        return self._finish(batch, (launch,), step.positions, step.seq_lens, cut.num_splits)
+
+    def _cut(self, max_query_len: int, num_seqs: int, max_seq_len: int, num_splits: int | None) -> Cut:
+        """How a GPU plan without shared prefixes cuts the keys."""
+        from octavo.kernels import triton
+
+        if self.batch_invariant:
+            longest = self.shard.max_local_count(max_seq_len)
+            return triton.Cut(max(1, -(-longest // INVARIANT_SPLIT)), INVARIANT_SPLIT)
+        if num_splits is not None:
+            return triton.Cut(num_splits)
+        if max_query_len <= MAX_PIECE_ROWS and num_seqs <= MAX_PIECE_SEQS:
+            return triton.Cut(num_pieces=self._num_pieces(max_query_len), num_heads=self.num_q_heads)
+        return triton.Cut()
 
     def _num_pieces(self, max_query_len: int) -> int:
         """Pieces of a KV head's keys that fill the device."""
-        multiprocessors = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
+        multiprocessors = _multiprocessors(self._workspace.device)
         per_multiprocessor = PIECES_PER_MULTIPROCESSOR if max_query_len == 1 else 1
         return max(1, multiprocessors * per_multiprocessor // self._pieces_for)
 
@@ -346,6 +404,29 @@ class Planner:
                     f"= {int(batch.block_table[seqs[seq], where])} differs from "
                     f"{int(batch.block_table[longest, where])}"
                 )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _memory_of_step(batch: AttentionBatch, cut: Cut, buffers: PlanBuffers | None) -> Step:
+    """Where the facts of a step are written."""
+    from octavo.kernels import triton
+
+    size = triton.step_size(batch.num_tokens, batch.num_seqs, cut)
+    if buffers is None:
+        memory = torch.empty(size, dtype=torch.int32, device=batch.device)
+        return triton.view_step(memory, batch.num_tokens, batch.num_seqs, cut)
+    sizes = (batch.num_tokens, batch.num_seqs, cut)
+    step: Step | None = buffers.views.get(sizes)
+    if step is None:
+        step = triton.view_step(buffers.take(size), batch.num_tokens, batch.num_seqs, cut)
+        # Steps of other shapes are too many to keep.
+        if batch.num_tokens == batch.num_seqs * batch.max_query_len:
+            buffers.views[sizes] = step
+    return step
 
 
 def _sequence_of_rows(batch: AttentionBatch) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,7 @@ def test_cuts(cut: Cut) -> None:
         ((7, 1), (24, 16), 256),
         ((71, 1), (16, 16), 4),
         ((4, 4), (16, 72), 8),
+        ((2, 1), (48, 16), 12),
     ],
 )
 def test_groups_widths_and_pages(heads: tuple[int, int], dims: tuple[int, int], block_size: int) -> None:

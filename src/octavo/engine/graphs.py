@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,9 +25,9 @@ class Forward(Protocol):
 class DecodeGraphs:
     """Graphs of steps that compute one token of each of `size` sequences, for several sizes.
 
-    A graph holds the making of the plan and the forward. It reads ids, positions, lengths, slots and tables from
-    buffers that a step fills, and is captured under the bounds of the longest sequence, so it serves every
-    length. A step of fewer sequences is padded with ones that have no key and no slot.
+    A graph holds the making of the plan, in the builder's memory, and the forward. It reads ids, positions, lengths,
+    slots and tables from buffers that a step fills, and is captured under the bounds of the longest sequence, so it
+    serves every length. A step of fewer sequences is padded with ones that have no key and no slot.
 
     Args:
         forward: what a step computes.
@@ -48,7 +49,7 @@ class DecodeGraphs:
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=config.device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._builder = MetadataBuilder(config)
+        self._builder = MetadataBuilder(dataclasses.replace(config, max_num_seqs=largest, max_num_tokens=largest))
         with torch.cuda.device(config.device):
             self._capture()
 
@@ -58,13 +59,13 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # kernels compile and workspaces fill with 0, which no capture does
+            with torch.cuda.stream(side):  # kernels compile, and workspaces grow outside the graphs' memory
                 logits = self._compute(size)
             torch.cuda.current_stream().wait_stream(side)
             if not self._graphs:
                 self._logits = torch.empty_like(logits)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=side):
                 self._logits[:size].copy_(self._compute(size))
             self._graphs[size] = graph
 

@@ -17,24 +17,25 @@ from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.engine.attention import CurrentStep, PagedLayer, attach
 from octavo.engine.graphs import DecodeGraphs
+from octavo.engine.linear import speed_up_few_rows
 from octavo.engine.probe import ProbedLayer, probe
 from octavo.engine.scheduler import ScheduledChunk
 from octavo.errors import Unsupported
+from octavo.formats import KVFormat, KVScales
 from octavo.launch import Plan
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the device's free memory that the cache takes when no budget is given."""
-
-WARM_UP_ROWS = {"cpu": (1, 32), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-"""New tokens of the sequences that kernels are compiled for: on a GPU, every tile from decode to prefill."""
 
 
 class ModelRunner:
     """A model over a paged cache.
 
     Args:
-        model: a Transformers causal language model; its attention is replaced.
+        model: a Transformers causal language model; its attention is replaced, and on a CPU its linear layers' way
+            of multiplying few rows.
         kv_format: how the cache stores K and V.
+        kv_scales: static scales of the attention layers, in the model's order, where the format has any.
         block_size: tokens of a page.
         num_blocks: pages; None: as many as `kv_cache_bytes` holds.
         kv_cache_bytes: memory budget of the cache; None: MEMORY_SHARE of what is free.
@@ -53,6 +54,7 @@ class ModelRunner:
         model: PreTrainedModel,
         *,
         kv_format: str,
+        kv_scales: KVScales | None,
         block_size: int,
         num_blocks: int | None,
         kv_cache_bytes: int | None,
@@ -75,6 +77,8 @@ class ModelRunner:
             )
             if reason is not None:
                 raise Unsupported(f"{type(model).__name__} cannot be served: {reason}")
+        if kv_scales is not None:
+            kv_scales.check(len(layers), KVFormat.parse(kv_format, model.dtype))
         self.bytes_per_block = sum(
             Backend.page_layout(layer.spec, model.dtype, kv_format, block_size).page_bytes for layer in layers
         )
@@ -102,7 +106,7 @@ class ModelRunner:
         )
         self._builder = MetadataBuilder(config)
         try:
-            caches = _make_caches(layers, model, kv_format, block_size, num_blocks)
+            caches = _make_caches(layers, model, kv_format, kv_scales, block_size, num_blocks)
         except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"{num_blocks} blocks of {self.bytes_per_block} bytes do not fit this machine's memory ({error}): "
@@ -115,9 +119,10 @@ class ModelRunner:
                 for layer, cache in zip(layers, caches, strict=True)
             },
         )
+        speed_up_few_rows(model)
         self._keeps_chosen_logits = model._supports_logits_to_keep()
         for layer, cache in {(x.spec, c.k_cache.dtype): (x, c) for x, c in zip(layers, caches, strict=True)}.values():
-            self._warm_up(layer, cache)
+            self._builder.warm_up(Impl(layer.spec, sinks=layer.sinks), cache, model.dtype, max_num_seqs)
         self._graphs = None
         if use_graphs or (use_graphs is None and model.device.type == "cuda"):
             self._graphs = self._capture(config, max_num_seqs, required=use_graphs is True)
@@ -131,19 +136,6 @@ class ModelRunner:
                 raise Unsupported(f"{type(self.model).__name__} cannot be captured as CUDA graphs: {error}") from error
             warnings.warn(f"decode runs without CUDA graphs, slower: {error}", RuntimeWarning, stacklevel=4)
             return None
-
-    def _warm_up(self, layer: ProbedLayer, cache: LayerCache) -> None:
-        """Let kernels compile before the first request: some rows against an empty cache, nothing stored."""
-        spec, impl = layer.spec, Impl(layer.spec, sinks=layer.sinks)
-        like = {"dtype": self.model.dtype, "device": self.model.device}
-        for n in WARM_UP_ROWS[self.model.device.type]:
-            table, slots = [[0] * -(-n // self.block_size)], torch.full((n,), -1)
-            batch = AttentionBatch.from_lengths([n], [n], table, slot_mapping=slots, device=self.model.device)
-            plan = self._builder.build(0, batch)
-            q, out = (torch.zeros(n, spec.num_q_heads, width, **like) for width in (spec.head_dim, spec.v_dim))
-            k, v = (torch.zeros(n, spec.num_kv_heads, width, **like) for width in (spec.head_dim, spec.v_dim))
-            impl.update_cache(k, v, cache, plan)
-            impl.forward(q, None, None, cache, plan, out)
 
     @property
     def bytes_per_token(self) -> float:
@@ -206,13 +198,18 @@ class ModelRunner:
 
 
 def _make_caches(
-    layers: Sequence[ProbedLayer], model: PreTrainedModel, kv_format: str, block_size: int, num_blocks: int
+    layers: Sequence[ProbedLayer],
+    model: PreTrainedModel,
+    kv_format: str,
+    kv_scales: KVScales | None,
+    block_size: int,
+    num_blocks: int,
 ) -> list[LayerCache]:
     """Every layer's pages; layers of one shape lie in one cache, and one block table serves all."""
     shapes = [(layer.spec.num_kv_heads, layer.spec.head_dim, layer.spec.v_dim) for layer in layers]
-    views = {}
+    caches = {}
     for shape in dict.fromkeys(shapes):
-        cache = PagedKVCache(
+        caches[shape] = PagedKVCache(
             num_layers=shapes.count(shape),
             num_blocks=num_blocks,
             block_size=block_size,
@@ -223,8 +220,12 @@ def _make_caches(
             dtype=model.dtype,
             device=model.device,
         )
-        views[shape] = iter([cache.layer(i) for i in range(cache.num_layers)])
-    return [next(views[shape]) for shape in shapes]
+    views = []
+    for i, shape in enumerate(shapes):
+        scales = (None, None) if kv_scales is None else kv_scales.of_layer(i)
+        k_descale, v_descale = (None if x is None else x.to(model.device) for x in scales)
+        views.append(caches[shape].layer(shapes[:i].count(shape), k_descale=k_descale, v_descale=v_descale))
+    return views
 
 
 def _common_prefix_len(chunks: Sequence[ScheduledChunk], block_size: int) -> int:

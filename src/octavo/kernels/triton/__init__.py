@@ -18,7 +18,7 @@ from octavo.spec import AttentionSpec, KVShard
 if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
-__all__ = ["append", "attend", "empty_step", "fill_step", "merge"]
+__all__ = ["Cut", "append", "attend", "fill_step", "merge", "step_size", "variant", "view_step"]
 
 NEEDED = (3, 6)
 """The oldest Triton whose language the kernels are written in."""
@@ -28,14 +28,19 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < NEEDED:
 
 from octavo.kernels.triton.append import append as _append  # noqa: E402
 from octavo.kernels.triton.attend import attend as _attend  # noqa: E402
+from octavo.kernels.triton.attend import variant  # noqa: E402
 from octavo.kernels.triton.merge import merge as _merge  # noqa: E402
-from octavo.kernels.triton.schedule import Step, empty_step  # noqa: E402
+from octavo.kernels.triton.schedule import Cut, Step, step_size, view_step  # noqa: E402
 from octavo.kernels.triton.schedule import fill_step as _fill_step  # noqa: E402
 
 
 def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
     """Run one launch; arguments as in `Kernels.attend`."""
-    with _on(operands.q.device):
+    device = operands.q.device
+    if device.type == "cpu" or device.index == torch.cuda.current_device():  # a context would cost 1 us a layer
+        _attend(spec, plan, launch, operands, state)
+        return
+    with torch.cuda.device(device):
         _attend(spec, plan, launch, operands, state)
 
 
@@ -56,12 +61,13 @@ def fill_step(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     shard: KVShard,
-    num_pieces: int | None,
+    cut: Cut,
+    block_size: int,
     kernels: dict[tuple[Any, ...], Any],
 ) -> None:
     """What a plan knows of rows and keys; arguments as in `octavo.kernels.triton.schedule`."""
     with _on(query_start_loc.device):
-        _fill_step(step, query_start_loc, seq_lens, shard, num_pieces, kernels)
+        _fill_step(step, query_start_loc, seq_lens, shard, cut, block_size, kernels)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

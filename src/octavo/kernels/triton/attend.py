@@ -11,10 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.triton.again import again, current_stream
 from octavo.kernels.triton.attend_kernel import attend_kernel
 from octavo.kernels.triton.tiles import Shape, Tile, choose
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
+
+MIN_COLUMNS = 16
+"""Columns that the matrix units take at least."""
 
 MAX_WINDOW = 1 << 30
 """A radius past every position: larger ones would overflow int32."""
@@ -31,14 +35,38 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] of any float dtype and lse (or None) of
             this launch's splits; written at the launch's rows only.
     """
-    q, cache, alibi_slopes, sinks = operands
-    tensors = (q, cache.k_cache, cache.v_cache, *state, alibi_slopes, sinks)
-    layer = (spec, *map(_facts, tensors))
-    prepared = plan.memo.get((launch.first_state, layer))
+    q, cache, slopes, sinks = operands[:4]
+    k, v, (out, lse) = cache.k_cache, cache.v_cache, state
+    at = (
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        None if lse is None else lse.data_ptr(),
+        None if slopes is None else slopes.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+    )
+    # All that a launch depends on beside these addresses; of them, whether Triton may load 16 bytes at a time.
+    key = (
+        launch.first_state,
+        current_stream(q.device),
+        (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0)) % 16,
+        spec,
+        (q.dtype, k.dtype, v.dtype, out.dtype),
+        k.stride(),
+        v.stride(),
+        # Shapes are the spec's, so that contiguous tensors have the same strides; asking for those takes longer.
+        q.is_contiguous() or q.stride(),
+        out.is_contiguous() or out.stride(),
+        None if lse is None else lse.is_contiguous() or lse.stride(),
+        None if slopes is None else slopes.stride(),
+        None if sinks is None else sinks.stride(),
+    )
+    prepared = plan.memo.get(key)
     if prepared is None:
-        _prepare(spec, plan, launch, tensors, layer)
+        _prepare(spec, plan, launch, operands, state, key)
     else:
-        prepared.run(*tensors, *prepared.rest)
+        prepared.run(*at, *prepared.rest)
 
 
 class Prepared(NamedTuple):
@@ -51,26 +79,55 @@ class Prepared(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def _facts(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What a compiled kernel depends on."""
-    return None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
+class Variant(NamedTuple):
+    """What a compiled kernel depends on, of one layer's launches: those of one variant share a kernel.
+
+    max_rows: of a launch sequence, if its parts are merged in the kernel; else 1.
+    """
+
+    tile: Tile
+    one_tile: bool
+    in_pieces: bool
+    max_rows: int
+    same_interval: bool
+    gathered: bool
 
 
-def _prepare(spec: AttentionSpec, plan: Plan, launch: Launch, tensors: tuple[Any, ...], layer: tuple[Any, ...]) -> None:
-    """Run a launch for the first layer of its kind, and keep with the plan what the others need."""
-    q, k_cache, v_cache, out, lse, alibi_slopes, sinks = tensors
-    num_seqs, num_splits = launch.kv_splits.shape[0], launch.num_splits
+def variant(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands) -> Variant:
+    """The variant of a launch that has rows and sequences."""
     max_rows = max_query_len(plan, launch) * spec.group_size
-    if not max_rows or not num_seqs:
-        return
-    tile = choose_tile(spec, plan.batch_invariant, max_rows, num_seqs, q, k_cache)
+    tile = choose_tile(spec, plan.batch_invariant, max_rows, operands.q, operands.cache.k_cache)
     one_tile = max_rows <= tile.rows
-    pieces = launch.pieces if one_tile else None
+    in_pieces = launch.pieces is not None and one_tile
+    return Variant(
+        tile,
+        one_tile,
+        in_pieces,
+        1 << (max_rows - 1).bit_length() if in_pieces else 1,
+        same_interval(spec, plan, launch),
+        launch.rows is not None,
+    )
+
+
+def _prepare(
+    spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State, key: tuple[Any, ...]
+) -> None:
+    """Run a launch for the first layer of its kind, and keep with the plan what the others need."""
+    q, cache, alibi_slopes, sinks = operands[:4]
+    k_cache, v_cache, (out, lse) = cache.k_cache, cache.v_cache, state
+    num_seqs, num_splits = launch.kv_splits.shape[0], launch.num_splits
+    if not max_query_len(plan, launch) or not num_seqs:
+        return
+    form = variant(spec, plan, launch, operands)
+    assert all(x is None or num_splits == 1 or x.stride(0) == plan.num_tokens * x.stride(1) for x in state)
+    tile = form.tile
+    pieces, tickets = (launch.pieces, launch.tickets) if form.in_pieces else (None, None)
     if pieces is not None:
         num_tiles = pieces.shape[0]
+        _check_tickets(tickets, num_tiles * spec.num_kv_heads)
     else:
-        num_tiles = num_seqs if one_tile else plan.num_tokens * spec.group_size // tile.rows + num_seqs
-    part_rows = 1 if pieces is None else 1 << (max_rows - 1).bit_length()
+        num_tiles = num_seqs if form.one_tile else plan.num_tokens * spec.group_size // tile.rows + num_seqs
+    head_width, value_width = cut(spec.head_dim), cut(spec.v_dim)
     constants = {
         "CAUSAL": spec.causal,
         "SQRT_ALIBI": spec.alibi == "sqrt",
@@ -78,39 +135,42 @@ def _prepare(spec: AttentionSpec, plan: Plan, launch: Launch, tensors: tuple[Any
         "GROUP_SIZE": spec.group_size,
         "HEAD_DIM": spec.head_dim,
         "VALUE_DIM": spec.v_dim,
-        "BLOCK_HEAD": padded(spec.head_dim),
-        "BLOCK_VALUE": padded(spec.v_dim),
+        "BLOCK_HEAD": head_width.block,
+        "REST_HEAD": head_width.rest,
+        "BLOCK_VALUE": value_width.block,
+        "REST_VALUE": value_width.rest,
         "BLOCK_SIZE": plan.block_size,
+        **dict(zip(("K_BLOCK", "K_ROW", "K_HEAD"), k_cache.stride()[:3], strict=True)),
+        **dict(zip(("V_BLOCK", "V_ROW", "V_HEAD"), v_cache.stride()[:3], strict=True)),
         "WORLD": plan.shard.dcp_world,
         "INTERLEAVE": plan.shard.interleave,
         "BLOCK_M": tile.rows,
         "BLOCK_KV": tile.keys,
         "STAGES": tile.num_stages,
-        "ONE_TILE": one_tile,
-        "PART_ROWS": part_rows,
-        "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
-        "SAME_INTERVAL": same_interval(spec, plan, launch),
-        "INVARIANT": plan.batch_invariant,
+        "ONE_TILE": form.one_tile,
+        "PART_ROWS": form.max_rows,
+        "SAME_INTERVAL": form.same_interval,
         "UPCAST": not isinstance(attend_kernel, triton.JITFunction),
     }
     units = exponent_units(spec)
+    tensors = (q, k_cache, v_cache, out, lse, alibi_slopes, sinks)
     rest = (
         launch.query_start_loc,
         launch.kv_splits,
         launch.rows,
         launch.seqs,
         pieces,
-        *parts_of(plan, 0 if pieces is None else num_tiles * spec.num_kv_heads, part_rows, spec.v_dim),
+        *parts_of(plan, 0 if pieces is None else num_tiles * spec.num_kv_heads, form.max_rows, spec.v_dim),
+        tickets,
         plan.positions,
         plan.seq_lens,
         plan.block_table,
         q.stride()[:2],
-        k_cache.stride()[:3],
-        v_cache.stride()[:3],
-        out.stride()[:3],
-        (0, 0, 0) if lse is None else lse.stride(),
+        out.stride()[1:3],
+        (0, 0) if lse is None else lse.stride()[1:],
         plan.block_table.stride(0),
         (1 if alibi_slopes is None else alibi_slopes.stride(0), 1 if sinks is None else sinks.stride(0)),
+        plan.num_tokens,
         num_seqs,
         num_splits,
         num_tiles,
@@ -122,40 +182,49 @@ def _prepare(spec: AttentionSpec, plan: Plan, launch: Launch, tensors: tuple[Any
         plan.shard.dcp_rank,
     )
     grid = (num_tiles * spec.num_kv_heads * num_splits, 1, 1)
-    compiled_for = (layer, tile, launch.rows is None, launch.seqs is None, pieces is None, *constants.values())
+    compiled_for = (key[2:5], form, launch.seqs is None, *_facts(tensors), *constants.values())
     compiled = plan.workspace.kernels.get(compiled_for)
     if compiled is None:
-        compiled = attend_kernel[grid](*tensors, *rest, **constants, num_warps=tile.num_warps)
+        options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
+        compiled = attend_kernel[grid](*tensors, *rest, **constants, num_warps=tile.num_warps, **options)
         if compiled is None:  # interpreted
             return
         plan.workspace.kernels[compiled_for] = compiled
     else:
-        compiled[grid](*tensors, *rest, *constants.values())
+        again(compiled, grid, key[1])(*tensors, *rest, *constants.values())
     addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in rest)
-    plan.memo[launch.first_state, layer] = Prepared(compiled[grid], (*addresses, *constants.values()))
+    plan.memo[key] = Prepared(again(compiled, grid, key[1]), (*addresses, *constants.values()))
+
+
+def _facts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """What a compiled kernel depends on of a layer's tensors, beside their dtypes and alignment."""
+    q, _, _, out, lse, *terms = (None if x is None else x.stride() for x in tensors)
+    return (q, *(x and x[1:] for x in (out, lse)), *terms)  # from split to split is not compiled in
+
+
+def _check_tickets(tickets: Tensor | None, needed: int) -> None:
+    found = 0 if tickets is None else tickets.shape[0]
+    if found < needed:
+        raise ValueError(f"the plan has {found} tickets, this layer needs {needed}: give the planner the widest layer")
 
 
 class Parts(NamedTuple):
     """Memory of the parts that pieces leave until the last of a sequence merges them.
 
-    out [num_parts, PART_ROWS, value_dim] and lse [num_parts, PART_ROWS] float32, undefined; tickets [num_parts]
-    int32, 0 between launches.
+    out [num_parts, PART_ROWS, value_dim] and lse [num_parts, PART_ROWS] float32, undefined.
     """
 
     out: Tensor | None
     lse: Tensor | None
-    tickets: Tensor | None
 
 
 def parts_of(plan: Plan, num_parts: int, rows: int, value_dim: int) -> Parts:
-    """The plan's memory for that many parts."""
+    """Memory for that many parts, of the stream that is current."""
     if not num_parts:
-        return Parts(None, None, None)
-    workspace = plan.workspace
+        return Parts(None, None)
     return Parts(
-        workspace.scratch("parts", (num_parts, rows, value_dim), torch.float32),
-        workspace.scratch("part lse", (num_parts, rows), torch.float32),
-        workspace.zeros("part tickets", (num_parts,), torch.int32),
+        plan.workspace.scratch("parts", (num_parts, rows, value_dim), torch.float32),
+        plan.workspace.scratch("part lse", (num_parts, rows), torch.float32),
     )
 
 
@@ -193,28 +262,43 @@ def same_interval(spec: AttentionSpec, plan: Plan, launch: Launch) -> bool:
     return max_query_len(plan, launch) == 1 or not bounded
 
 
-def choose_tile(
-    spec: AttentionSpec, batch_invariant: bool, max_rows: int, num_seqs: int, q: Tensor, k_cache: Tensor
-) -> Tile:
-    """The tile of a launch of num_seqs sequences with at most max_rows rows each."""
+def choose_tile(spec: AttentionSpec, batch_invariant: bool, max_rows: int, q: Tensor, k_cache: Tensor) -> Tile:
+    """The tile of a launch whose sequences have at most max_rows rows each."""
     same = q.dtype == k_cache.dtype
     return choose(
         Shape(
             max_rows=max_rows,
-            num_seqs=num_seqs,
-            head_dim=padded(spec.head_dim),
-            value_dim=padded(spec.v_dim),
+            head_dim=sum(cut(spec.head_dim)),
+            value_dim=sum(cut(spec.v_dim)),
             q_bytes=q.element_size() if same else 4,
             kv_bytes=k_cache.element_size() if same else 4,
             batch_invariant=batch_invariant,
             shared_limit=shared_limit(q.device),
+            warpgroups=has_warpgroups(q.device),
         )
     )
 
 
-def padded(width: int) -> int:
-    """The width of a tile that holds `width` columns: a power of two, at least what the matrix units take."""
-    return max(16, 1 << (width - 1).bit_length())
+class Width(NamedTuple):
+    """Columns as a kernel loads them: `block`, then `rest` more; powers of two, rest possibly 0."""
+
+    block: int
+    rest: int
+
+
+def cut(width: int) -> Width:
+    """The parts of a row of `width` columns, with the least padding that two parts allow."""
+    whole = max(MIN_COLUMNS, 1 << (width - 1).bit_length())
+    if whole == MIN_COLUMNS:
+        return Width(whole, 0)
+    rest = max(MIN_COLUMNS, 1 << (width - whole // 2 - 1).bit_length())
+    return Width(whole, 0) if rest == whole // 2 else Width(whole // 2, rest)
+
+
+@lru_cache
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether four warps multiply together (Hopper's wgmma)."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache

@@ -1,8 +1,7 @@
 """The device side of `attend`: one kernel for every feature.
 
 A program takes a tile of rows (query heads of tokens) that read one KV head of one launch sequence, and the
-keys of one split, or of one piece. Tiles of keys that all its rows see whole run without a mask; those at the
-edges of some row's interval run with one.
+keys of one split, or of one piece.
 """
 
 from __future__ import annotations
@@ -10,22 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.common import (
-    LOG2E,
-    finite_peak,
-    global_position,
-    local_count,
-    mask_bounds,
-    page_rows,
-    transform_scores,
-)
+from octavo.kernels.triton.attend_keys import attend_keys
+from octavo.kernels.triton.attend_parts import merge_parts, store_parts, store_rows
+from octavo.kernels.triton.common import LOG2E, local_count, mask_bounds
 
 NO_KEY = tl.constexpr(2**31 - 1)
 
 
-# What changes from step to step must not make another kernel.
+# What changes from step to step must not make another kernel. Triton ignores these lists for what is in a tuple.
 @triton.jit(
-    do_not_specialize=["lse_stride", "table_stride", "num_seqs", "num_splits", "num_tiles", "rank"],
+    do_not_specialize=["table_stride", "num_tokens", "num_seqs", "num_splits", "num_tiles", "rank"],
     do_not_specialize_on_alignment=[
         "pieces_ptr",
         "tickets_ptr",
@@ -58,12 +51,11 @@ def attend_kernel(
     seq_lens_ptr,  # [num_tokens] int32
     table_ptr,  # [batch sequences, max_blocks] int32
     q_stride,  # (token, head)
-    k_stride,  # (block, row, head)
-    v_stride,  # (block, row, head)
-    out_stride,  # (split, token, head)
-    lse_stride,  # (split, token, head)
+    out_stride,  # (token, head); splits follow each other
+    lse_stride,  # (token, head)
     table_stride,
     term_stride,  # (slopes, sinks)
+    num_tokens,
     num_seqs,
     num_splits,
     num_tiles,
@@ -80,8 +72,16 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
+    REST_HEAD: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    REST_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,  # strides of the cache, which stays: as constants they vanish into address arithmetic
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
     WORLD: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,15 +89,16 @@ def attend_kernel(
     STAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,
     PART_ROWS: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
     SAME_INTERVAL: tl.constexpr,
-    INVARIANT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """A program: BLOCK_M rows of one KV head against one split of their keys."""
     # Rows: which tile of which launch sequence this is, and which keys.
     kv_head, tile, split = work_item(num_tiles, NUM_KV_HEADS, ONE_TILE)
     first_row, part, num_parts = 0, 0, 1
+    out_ptr += split.to(tl.int64) * num_tokens * out_stride[0]
+    if lse_ptr is not None:
+        lse_ptr += split.to(tl.int64) * num_tokens * lse_stride[0]
     if pieces_ptr is not None:
         # A record tells all, so that keys are looked up at once.
         pieces_ptr += tile * 8
@@ -134,58 +135,65 @@ def attend_kernel(
     sees = is_row & (lo < hi)
     last = tl.max(tl.where(sees, hi, 0))
     first = tl.minimum(tl.min(tl.where(sees, lo, NO_KEY)), last)
-    tile_begin, tile_end = first // BLOCK_KV, tl.cdiv(last, BLOCK_KV)
-    # In the invariant mode every tile has a mask: whether a neighbour needs one must not show.
-    whole_begin, whole_end = tile_end, tile_end
-    if not INVARIANT:
-        whole_begin = tl.cdiv(tl.max(tl.where(is_row, lo, 0)), BLOCK_KV)
-        whole_begin = tl.minimum(tl.maximum(whole_begin, tile_begin), tile_end)
-        whole_end = tl.min(tl.where(is_row, hi, NO_KEY)) // BLOCK_KV
-        whole_end = tl.minimum(tl.maximum(whole_end, whole_begin), tile_end)
+    # Tiles of keys that every row sees whole need no mask.
+    whole_begin = tl.cdiv(tl.max(tl.where(is_row, lo, 0)), BLOCK_KV)
+    whole_end = tl.min(tl.where(is_row, hi, NO_KEY)) // BLOCK_KV
 
     q_ptr += row * q_stride[0] + head * q_stride[1]
     table = seq.to(tl.int64)
     if seqs_ptr is not None:
         table = tl.load(seqs_ptr + seq)
     table_ptr += table * table_stride
-    k_ptr += kv_head.to(tl.int64) * k_stride[2]
-    v_ptr += kv_head.to(tl.int64) * v_stride[2]
+    k_ptr += kv_head.to(tl.int64) * K_HEAD
+    v_ptr += kv_head.to(tl.int64) * V_HEAD
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head * term_stride[0], mask=is_row, other=0.0)
 
     # The loop, and once more with care where a value that is not finite may have reached rows that do not see
-    # its key: 0 * NaN is NaN.
-    peak, total, acc = attend_keys(
-        q_ptr, k_ptr, v_ptr, table_ptr, k_stride, v_stride, is_row, pos, slopes, lo, hi, first, last, whole_begin,
-        whole_end, factor, pre_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM, BLOCK_HEAD,
-        BLOCK_VALUE, BLOCK_SIZE, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, STAGES, SAME_STRIDES, UPCAST, CAREFUL=False,
+    # its key: 0 * NaN is NaN. The same tiles, since others would round otherwise.
+    peak, total, acc, rest = attend_keys(
+        q_ptr, k_ptr, v_ptr, table_ptr, is_row, pos, slopes, lo, hi, first, last, whole_begin, whole_end, factor,
+        pre_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD, BLOCK_VALUE,
+        REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW, V_BLOCK, V_ROW, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, STAGES, UPCAST,
+        CAREFUL=False,
     )  # fmt: skip
     if not SAME_INTERVAL:
-        if tl.max(tl.max(((acc - acc) != 0).to(tl.int32), 1), 0) > 0:
-            peak, total, acc = attend_keys(
-                q_ptr, k_ptr, v_ptr, table_ptr, k_stride, v_stride, is_row, pos, slopes, lo, hi, first, last,
-                whole_begin, whole_end, factor, pre_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM,
-                BLOCK_HEAD, BLOCK_VALUE, BLOCK_SIZE, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, 1, SAME_STRIDES, UPCAST,
-                CAREFUL=True,
+        stray = tl.sum(acc * 0.0)  # in one step: on Blackwell, Triton 3.6 fails at a reduction of a reduction
+        if REST_VALUE > 0:
+            stray += tl.sum(rest * 0.0)
+        if stray != 0:
+            peak, total, acc, rest = attend_keys(
+                q_ptr, k_ptr, v_ptr, table_ptr, is_row, pos, slopes, lo, hi, first, last, whole_begin, whole_end,
+                factor, pre_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD,
+                BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW, V_BLOCK, V_ROW, WORLD, INTERLEAVE, BLOCK_M,
+                BLOCK_KV, 1, UPCAST, CAREFUL=True,
             )  # fmt: skip
 
     # Finalise: a row that saw nothing gives (0, -inf).
-    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    share = (1.0 / tl.where(total == 0, 1.0, total))[:, None]
+    out = acc * share
+    if REST_VALUE > 0:
+        rest *= share
     # A division, which no compiler contracts with what follows: a sink must join the same bits here and in `merge`.
     lse = tl.div_rn(peak * factor + tl.log2(total), tl.zeros_like(total) + LOG2E)
 
     # Store, or leave a part and let the last piece of the sequence merge them.
     if pieces_ptr is None or num_parts == 1:
         store_rows(
-            out, lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride, split, row, head, is_row,
-            VALUE_DIM, BLOCK_VALUE,
+            out, lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride, row, head, is_row,
+            VALUE_DIM, 0, BLOCK_VALUE,
         )  # fmt: skip
+        if REST_VALUE > 0:
+            store_rows(
+                rest, lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride, row, head, is_row,
+                VALUE_DIM, BLOCK_VALUE, REST_VALUE,
+            )  # fmt: skip
     else:
-        v_column = tl.arange(0, BLOCK_VALUE)
         part_row = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * PART_ROWS + flat
-        is_out = is_row[:, None] & (v_column < VALUE_DIM)[None, :]
-        tl.store(parts_ptr + part_row[:, None] * VALUE_DIM + v_column[None, :], out, mask=is_out)
+        store_parts(out, parts_ptr, part_row, is_row, VALUE_DIM, 0, BLOCK_VALUE)
+        if REST_VALUE > 0:
+            store_parts(rest, parts_ptr, part_row, is_row, VALUE_DIM, BLOCK_VALUE, REST_VALUE)
         tl.store(parts_lse_ptr + part_row, lse, mask=is_row)
         tl.debug_barrier()
         tickets_ptr += (tile - part) * NUM_KV_HEADS + kv_head
@@ -193,106 +201,25 @@ def attend_kernel(
             tl.store(tickets_ptr, 0)
             r = tl.arange(0, PART_ROWS)
             first_part = ((tile - part).to(tl.int64) * NUM_KV_HEADS + kv_head) * PART_ROWS + r
+            is_merged, merged_head = r < num_rows, kv_head * GROUP_SIZE + r % GROUP_SIZE
+            merged_row = query_row(rows_ptr, start + r // GROUP_SIZE, is_merged)
             merged, merged_lse = merge_parts(
-                parts_ptr, parts_lse_ptr, first_part, r < num_rows, num_parts, NUM_KV_HEADS * PART_ROWS,
-                PART_ROWS, VALUE_DIM, BLOCK_VALUE,
+                parts_ptr, parts_lse_ptr, first_part, is_merged, num_parts, NUM_KV_HEADS * PART_ROWS, PART_ROWS,
+                VALUE_DIM, 0, BLOCK_VALUE,
             )  # fmt: skip
             store_rows(
-                merged, merged_lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride, split,
-                query_row(rows_ptr, start + r // GROUP_SIZE, r < num_rows), kv_head * GROUP_SIZE + r % GROUP_SIZE,
-                r < num_rows, VALUE_DIM, BLOCK_VALUE,
+                merged, merged_lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride,
+                merged_row, merged_head, is_merged, VALUE_DIM, 0, BLOCK_VALUE,
             )  # fmt: skip
-
-
-@triton.jit
-def attend_keys(
-    q_ptr,  # [BLOCK_M] pointers to the rows
-    k_ptr,  # of this KV head, like v_ptr
-    v_ptr,
-    table_ptr,  # of this sequence
-    k_stride,
-    v_stride,
-    is_row,  # [BLOCK_M] bool
-    pos,  # [BLOCK_M] int32
-    slopes,  # [BLOCK_M] float32 or None
-    lo,  # [BLOCK_M] int32, local keys that a row sees: [lo, hi)
-    hi,
-    first,  # local keys that some row sees lie in [first, last)
-    last,
-    whole_begin,  # tiles [whole_begin, whole_end) are seen whole by every row
-    whole_end,
-    factor,
-    pre_scale,
-    soft_cap,
-    rank,
-    CAUSAL: tl.constexpr,
-    SQRT_ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_HEAD: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORLD: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    UPCAST: tl.constexpr,
-    CAREFUL: tl.constexpr,
-):
-    """Online softmax over the keys: peak and total [BLOCK_M] in the units of `factor`, acc [BLOCK_M, BLOCK_VALUE]."""
-    if SAME_STRIDES:
-        v_stride = k_stride  # then a key's K and V have one offset, worked out once
-    j_in_tile, k_column, v_column = tl.arange(0, BLOCK_KV), tl.arange(0, BLOCK_HEAD), tl.arange(0, BLOCK_VALUE)
-    q = tl.load(q_ptr[:, None] + k_column[None, :], mask=is_row[:, None] & (k_column < HEAD_DIM)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
-    for t in tl.range(whole_begin, whole_end, num_stages=STAGES):
-        j = t * BLOCK_KV + j_in_tile
-        k = load_keys(k_ptr, table_ptr, j, k_column, k_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_HEAD, UPCAST)
-        scores = multiply_keys(q, k)
-        key_pos = global_position(j, WORLD, rank, INTERLEAVE)
-        scores = transform_scores(scores, pre_scale, soft_cap, slopes, pos, key_pos, SQRT_ALIBI, CAUSAL)
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        rescale = tl.exp2((peak - new_peak) * factor)
-        p = tl.exp2(tl.fma(scores, factor, (-new_peak * factor)[:, None]))
-        v = load_keys(v_ptr, table_ptr, j, v_column, v_stride, BLOCK_SIZE, VALUE_DIM, BLOCK_VALUE, UPCAST)
-        total = total * rescale + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        peak = new_peak
-
-    tile_begin = first // BLOCK_KV
-    left = whole_begin - tile_begin
-    for i in tl.range(0, left + tl.cdiv(last, BLOCK_KV) - whole_end, num_stages=STAGES):
-        t = tl.where(i < left, tile_begin + i, whole_end + i - left)
-        j = t * BLOCK_KV + j_in_tile
-        visible = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
-        # Lanes past the keys repeat the nearest key, so that nothing else is looked up.
-        j = tl.minimum(tl.maximum(j, first), last - 1)
-        if CAREFUL:
-            v = load_keys(v_ptr, table_ptr, j, v_column, v_stride, BLOCK_SIZE, VALUE_DIM, BLOCK_VALUE, UPCAST)
-            acc = mark_rows(acc, v, visible, UPCAST)
-        k = load_keys(k_ptr, table_ptr, j, k_column, k_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_HEAD, UPCAST)
-        scores = multiply_keys(q, k)
-        key_pos = global_position(j, WORLD, rank, INTERLEAVE)
-        scores = transform_scores(scores, pre_scale, soft_cap, slopes, pos, key_pos, SQRT_ALIBI, CAUSAL)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shift = finite_peak(new_peak)
-        rescale = tl.exp2((peak - shift) * factor)
-        p = tl.exp2(tl.fma(scores, factor, (-shift * factor)[:, None]))
-        v = load_keys(v_ptr, table_ptr, j, v_column, v_stride, BLOCK_SIZE, VALUE_DIM, BLOCK_VALUE, UPCAST)
-        total = total * rescale + tl.sum(p, 1)
-        acc *= rescale[:, None]
-        if CAREFUL:
-            v = tl.where((v - v) == 0, v, 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        peak = new_peak
-    return peak, total, acc
+            if REST_VALUE > 0:
+                merged_rest, merged_lse = merge_parts(
+                    parts_ptr, parts_lse_ptr, first_part, is_merged, num_parts, NUM_KV_HEADS * PART_ROWS, PART_ROWS,
+                    VALUE_DIM, BLOCK_VALUE, REST_VALUE,
+                )  # fmt: skip
+                store_rows(
+                    merged_rest, merged_lse, sinks_ptr, out_ptr, lse_ptr, term_stride, out_stride, lse_stride,
+                    merged_row, merged_head, is_merged, VALUE_DIM, BLOCK_VALUE, REST_VALUE,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -302,80 +229,6 @@ def query_row(rows_ptr, launch_row, is_row):
         return launch_row.to(tl.int64)
     else:
         return tl.load(rows_ptr + launch_row, mask=is_row, other=0)
-
-
-@triton.jit
-def merge_parts(
-    parts_ptr,
-    parts_lse_ptr,
-    first_part,  # [PART_ROWS] int64, rows of the sequence's first part
-    is_row,  # [PART_ROWS]
-    num_parts,
-    stride,  # rows from one part to the next
-    PART_ROWS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
-    """The parts of a sequence as one: out [PART_ROWS, BLOCK_VALUE] and lse [PART_ROWS], in the order of the parts."""
-    # So many parts at a time that their loads are under way together, and yet fit the registers.
-    AT_ONCE: tl.constexpr = max(1, 8192 // (PART_ROWS * BLOCK_VALUE))
-    column = tl.arange(0, BLOCK_VALUE)
-    top = tl.full([PART_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([PART_ROWS], tl.float32)
-    out = tl.zeros([PART_ROWS, BLOCK_VALUE], tl.float32)
-    for i in range(0, num_parts, AT_ONCE):
-        part = i + tl.arange(0, AT_ONCE)
-        at = first_part[None, :] + part[:, None] * stride
-        there = is_row[None, :] & (part < num_parts)[:, None]
-        # The first-level cache may hold what was there before.
-        lse = tl.load(parts_lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        x = tl.load(
-            parts_ptr + at[:, :, None] * VALUE_DIM + column[None, None, :],
-            mask=there[:, :, None] & (column < VALUE_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shift = finite_peak(new_top)
-        weight, keep = tl.exp(lse - shift[None, :]), tl.exp(top - shift)
-        total = total * keep + tl.sum(weight, 0)
-        out = out * keep[:, None] + tl.sum(x * weight[:, :, None], 0)
-        top = new_top
-    return out / tl.where(total == 0, 1.0, total)[:, None], finite_peak(top) + tl.log(total)
-
-
-@triton.jit
-def store_rows(
-    out,  # [rows, BLOCK_VALUE] float32
-    lse,  # [rows] float32
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    term_stride,
-    out_stride,
-    lse_stride,
-    split,
-    row,  # [rows] int64
-    head,
-    is_row,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
-    """Write rows of a state; a sink joins first, by the same arithmetic as in `merge`."""
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head * term_stride[1], mask=is_row, other=0.0)
-        top = finite_peak(tl.maximum(lse, sink))
-        weight = tl.exp(lse - top)
-        total = tl.exp(sink - top) + weight
-        out = tl.div_rn(out * weight[:, None], tl.where(total == 0, 1.0, total)[:, None] + tl.zeros_like(out))
-        lse = top + tl.log(total)
-    column = tl.arange(0, BLOCK_VALUE)
-    out_ptr += split.to(tl.int64) * out_stride[0] + row[:, None] * out_stride[1] + head[:, None] * out_stride[2]
-    is_out = is_row[:, None] & (column < VALUE_DIM)[None, :]
-    tl.store(out_ptr + column[None, :], out.to(out_ptr.dtype.element_ty), mask=is_out)
-    if lse_ptr is not None:
-        lse_ptr += split.to(tl.int64) * lse_stride[0] + row * lse_stride[1] + head * lse_stride[2]
-        tl.store(lse_ptr, lse, mask=is_row)
 
 
 @triton.jit
@@ -409,46 +262,3 @@ def sequence_of_tile(query_start_loc_ptr, tile, num_seqs, GROUP_SIZE: tl.constex
         else:
             high = middle
     return low
-
-
-@triton.jit
-def load_keys(
-    plane_ptr,
-    table_ptr,
-    j,
-    column,
-    stride,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """K or V of local keys j: [BLOCK_KV, BLOCK_DIM], 0 in the columns past DIM."""
-    at = plane_ptr + page_rows(table_ptr, j, stride[0], stride[1], BLOCK_SIZE)[:, None] + column[None, :]
-    if DIM == BLOCK_DIM:
-        x = tl.load(at)
-    else:
-        x = tl.load(at, mask=(column < DIM)[None, :], other=0.0)
-    if UPCAST:
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
-def multiply_keys(q, k):
-    """q . k in float32: [BLOCK_M, BLOCK_KV]; operands of different types meet in float32."""
-    if q.dtype == k.dtype:
-        return tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        return tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
-
-
-@triton.jit
-def mark_rows(acc, v, visible, UPCAST: tl.constexpr):
-    """The accumulator with NaN where a row sees a value that is not finite, and else as it was."""
-    # Products of 1e38 are infinite, and inf - inf is NaN: this needs no second accumulator.
-    WIDE: tl.constexpr = tl.float32 if UPCAST else tl.bfloat16
-    rows = tl.where(visible, 1e38, 0.0).to(WIDE)
-    values = tl.where((v - v) == 0, 0.0, 1e38).to(WIDE)
-    acc = tl.dot(rows, values, acc, input_precision="ieee")
-    return tl.dot(rows, -values, acc, input_precision="ieee")

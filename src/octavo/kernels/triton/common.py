@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the mask's bounds, score transforms, page addresses."""
+"""What the Triton kernels share: the mask's bounds, score transforms."""
 
 from __future__ import annotations
 
@@ -80,13 +80,6 @@ def transform_scores(
             distance = -tl.abs(distance)
         scores = scores + slopes[:, None] * distance
     return scores
-
-
-@triton.jit
-def page_rows(table_ptr, j, stride_block, stride_row, BLOCK_SIZE: tl.constexpr):
-    """Where local keys j [BLOCK_KV] stand in a plane of pages, in elements: int64, a cache passes 2^31."""
-    block = tl.load(table_ptr + j // BLOCK_SIZE).to(tl.int64)
-    return block * stride_block + (j % BLOCK_SIZE) * stride_row
 
 
 @triton.jit

@@ -31,6 +31,10 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
     """
     assert parts.lse is not None
     num_parts, num_tokens, num_q_heads, value_dim = parts.out.shape
+    # The step from part to part changes with the number of tokens: whether 16 divides it must not, or another kernel is
+    # compiled.
+    step = parts.out.stride(0)
+    unit = 16 if parts.out.stride(1) % 16 == 0 and step % 16 == 0 else 1
     merge_kernel[num_tokens, num_q_heads](
         parts.out,
         parts.lse,
@@ -38,8 +42,10 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
         result.out,
         result.lse,
         query_start_loc,
-        parts.out.stride(),
-        parts.lse.stride(),
+        step // unit,
+        parts.out.stride()[1:],
+        parts.lse.stride(0),
+        parts.lse.stride()[1:],
         result.out.stride()[1:],
         (0, 0) if result.lse is None else result.lse.stride()[1:],
         1 if sinks is None else sinks.stride(0),
@@ -49,12 +55,13 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
         BLOCK_DIM=1 << (value_dim - 1).bit_length(),
         BLOCK_PARTS=PARTS_AT_ONCE,
         UNROLL=UNROLL,
+        UNIT=unit,
         num_warps=1 if value_dim <= 128 else 4,
     )
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "num_seqs"],
+    do_not_specialize=["part_units", "part_lse_step", "num_parts", "num_seqs"],
     do_not_specialize_on_alignment=["query_start_loc_ptr", "lse_ptr", "part_lse_ptr"],
 )
 def merge_kernel(
@@ -64,8 +71,10 @@ def merge_kernel(
     out_ptr,  # [num_tokens, num_q_heads, VALUE_DIM]
     lse_ptr,  # [num_tokens, num_q_heads] float32 or None
     query_start_loc_ptr,  # [num_seqs + 1] int32 or None
-    part_stride,  # (part, token, head, element)
-    part_lse_stride,  # (part, token, head)
+    part_units,  # times UNIT: from part to part
+    part_stride,  # (token, head, element)
+    part_lse_step,  # from part to part
+    part_lse_stride,  # (token, head)
     out_stride,  # (token, head, element)
     lse_stride,  # (token, head)
     sinks_stride,
@@ -75,20 +84,21 @@ def merge_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     UNROLL: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A program: one head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if query_start_loc_ptr is not None:
         if token >= tl.load(query_start_loc_ptr + num_seqs):
             return
-    part_lse_ptr += token * part_lse_stride[1] + head * part_lse_stride[2]
+    part_lse_ptr += token * part_lse_stride[0] + head * part_lse_stride[1]
 
     # The maximum, and where the last part that is not empty ends.
     peaks = tl.full([BLOCK_PARTS], float("-inf"), tl.float32)
     ends = tl.zeros([BLOCK_PARTS], tl.int32)
     for start in range(0, num_parts, BLOCK_PARTS):
         part = start + tl.arange(0, BLOCK_PARTS)
-        part_lse = tl.load(part_lse_ptr + part.to(tl.int64) * part_lse_stride[0], part < num_parts, float("-inf"))
+        part_lse = tl.load(part_lse_ptr + part.to(tl.int64) * part_lse_step, part < num_parts, float("-inf"))
         peaks = tl.maximum(peaks, part_lse)
         ends = tl.where(part_lse != float("-inf"), part + 1, ends)
     peak = tl.max(peaks)
@@ -101,7 +111,7 @@ def merge_kernel(
     if sinks_ptr is not None:
         total = tl.exp(sink - peak)
     element = tl.arange(0, BLOCK_DIM)
-    part_ptr += token * part_stride[1] + head * part_stride[2] + element * part_stride[3]
+    part_ptr += token * part_stride[0] + head * part_stride[1] + element * part_stride[2]
     acc = tl.zeros([BLOCK_DIM], tl.float32)
     for start in range(0, tl.max(ends), UNROLL):
         for i in tl.static_range(UNROLL):
@@ -111,8 +121,8 @@ def merge_kernel(
             weight = tl.exp(part_lse - peak)
             total += weight
             acc += value * weight
-            part_lse_ptr += part_lse_stride[0]
-            part_ptr += part_stride[0]
+            part_lse_ptr += part_lse_step
+            part_ptr += tl.cast(part_units, tl.int64) * UNIT
 
     out = tl.div_rn(acc, tl.where(total == 0, 1.0, total))
     out_ptr += token * out_stride[0] + head * out_stride[1] + element * out_stride[2]

@@ -13,9 +13,6 @@ INVARIANT_ROWS = 64
 SLACK = 3 << 10
 """Bytes of shared memory for reductions and the like."""
 
-FEW_SEQS = 4
-"""Sequences up to which a decode step leaves most of the device idle: there latency counts, and small tiles win."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -27,12 +24,14 @@ class Tile:
         num_warps: of a program.
         num_stages: of the loop over keys. A page's number is loaded before its rows, so that two stages are one of
             keys.
+        max_registers: of a thread; None: as many as it wants.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,21 @@ class Shape:
 
     Args:
         max_rows: bound of the rows (tokens x group size) of a launch sequence.
-        num_seqs: sequences of the launch.
-        head_dim, value_dim: widths as loaded: powers of two.
+        head_dim, value_dim: widths as loaded, with what pads them.
         q_bytes, kv_bytes: bytes of an element of q and of the cache as they are multiplied.
-        batch_invariant: the choice must not depend on max_rows and num_seqs.
+        batch_invariant: the choice must not depend on max_rows.
         shared_limit: bytes of shared memory that a program may use.
+        warpgroups: whether four warps multiply together, with both factors in shared memory (Hopper).
     """
 
     max_rows: int
-    num_seqs: int
     head_dim: int
     value_dim: int
     q_bytes: int
     kv_bytes: int
     batch_invariant: bool
     shared_limit: int
+    warpgroups: bool
 
 
 def choose(shape: Shape) -> Tile:
@@ -68,7 +67,7 @@ def choose(shape: Shape) -> Tile:
         keys //= 2
     while rows > MIN_ROWS and not _fits(shape, rows, keys, num_stages):
         rows //= 2
-    return Tile(rows, keys, tile.num_warps, num_stages)
+    return Tile(rows, keys, tile.num_warps, num_stages, tile.max_registers)
 
 
 def shared_bytes(shape: Shape, rows: int, keys: int, num_stages: int) -> int:
@@ -76,7 +75,7 @@ def shared_bytes(shape: Shape, rows: int, keys: int, num_stages: int) -> int:
     key_bytes = (shape.head_dim + shape.value_dim) * shape.kv_bytes
     row_bytes = max(shape.head_dim, shape.value_dim) * shape.q_bytes
     # Hopper's matrix units read shared memory while the next keys arrive.
-    buffers = max(1, num_stages // 2) + (rows >= 64)
+    buffers = (num_stages + 1) // 2 if rows >= 64 else max(1, num_stages // 2)
     return buffers * keys * key_bytes + rows * row_bytes
 
 
@@ -91,14 +90,15 @@ def _wanted(shape: Shape) -> Tile:
     if width > 256:
         return Tile(min(_rows(shape), 32), 32, 8, 5)
     rows = _rows(shape)
+    if rows > 64 and shape.warpgroups:
+        # Two programs of 128 registers a thread hide each other's waits, though the accumulators hardly fit.
+        return Tile(128, 64, 8, 4, 128) if width <= 128 else Tile(128, 64, 8, 5)
     if rows > 64:
         return Tile(128, 64, 4 if width <= 64 else 8, 5)
     if rows > 16 or shape.batch_invariant:
         return Tile(rows, 64 if width <= 128 else 32, 4, 5)
     if shape.max_rows > 8:
-        return Tile(rows, 64 if width <= 128 else 32, 2 if width <= 128 else 4, 7)
-    if shape.num_seqs <= FEW_SEQS:
-        return Tile(rows, 64 if width <= 128 else 32, 2 if width <= 128 else 4, 5)
+        return Tile(rows, 64 if width <= 128 else 32, 4, 7)
     # Two of these fit a multiprocessor. Where three did, the pieces of a step crowded a part of the device.
     if width > 128:
         return Tile(rows, 64, 4, 3)

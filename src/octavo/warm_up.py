@@ -1,0 +1,125 @@
+"""Lets kernels compile before the first request: one small step for each kernel that serving can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.batch import AttentionBatch
+from octavo.cache import LayerCache
+from octavo.launch import Operands, Plan
+from octavo.planner import INVARIANT_SPLIT, MAX_PIECE_SEQS, Planner
+from octavo.run import append, run
+from octavo.spec import AttentionSpec
+
+CPU_QUERY_LENS = (1, 32)
+"""New tokens of the sequences that the CPU's kernels are compiled with: decode and prefill."""
+
+MANY_ROWS = 512
+"""New tokens past which a sequence is only more of the same tiles."""
+
+
+class Step(NamedTuple):
+    """A step to run: one sequence with query_len new tokens, the others with one; all have seq_len keys or more."""
+
+    num_seqs: int
+    query_len: int
+    seq_len: int
+    prefix_len: int = 0
+
+
+@torch.no_grad()
+def warm_up(
+    planner: Planner,
+    spec: AttentionSpec,
+    cache: LayerCache,
+    dtype: torch.dtype,
+    *,
+    max_num_seqs: int,
+    max_seq_len: int,
+    prefixes: bool = False,
+    lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> int:
+    """Compile every kernel that steps of a layer can reach, with q, k, v and out contiguous and of one dtype.
+
+    Steps run on page 0, which they read and do not write.
+
+    Args:
+        planner: as it will plan.
+        spec: the layer.
+        cache: its pages, at least one.
+        dtype: of q, new keys and values, and out.
+        max_num_seqs, max_seq_len: of the steps to come.
+        prefixes: plans will have shared prefixes.
+        lse: steps will want their LSE.
+        alibi_slopes, sinks: as for `run`.
+
+    Returns:
+        The number of steps that ran.
+
+    Raises:
+        Unsupported: no kernels serve the layer.
+    """
+    device = cache.k_cache.device
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    seen: set[object] = set()
+    done = 0
+    for step in steps(planner, device, max_num_seqs, max_seq_len, prefixes):
+        plan = _plan(planner, step, device)
+        n = plan.num_tokens
+        q = zeros((n, spec.num_q_heads, spec.head_dim))
+        if planner.on_device(device):
+            from octavo.kernels import triton
+
+            reached = {
+                (triton.variant(spec, plan, launch, Operands(q, cache)), plan.num_states > 1)
+                for launch in plan.launches
+            }
+            if reached <= seen:
+                continue
+            seen |= reached
+        assert plan.slot_mapping is not None
+        k, v = (zeros((n, spec.num_kv_heads, width)) for width in (spec.head_dim, spec.v_dim))
+        append(cache, k, v, plan.slot_mapping)
+        out = zeros((n, spec.num_q_heads, spec.v_dim))
+        lses = torch.empty(n, spec.num_q_heads, device=device) if lse else None
+        run(plan, spec, q, cache, out, lses, alibi_slopes=alibi_slopes, sinks=sinks)
+        done += 1
+    return done
+
+
+def steps(
+    planner: Planner, device: torch.device, max_num_seqs: int, max_seq_len: int, prefixes: bool
+) -> Iterator[Step]:
+    """Steps among which there is one for every kernel."""
+    if not planner.on_device(device):
+        yield from (Step(1, n, n) for n in CPU_QUERY_LENS)
+        return
+    powers = [1 << i for i in range(MANY_ROWS.bit_length())]
+    query_lens = sorted({n for n in (*range(1, 17), *powers, *(p + 1 for p in powers)) if n <= max_seq_len})
+    whole_runs = planner.shard.dcp_world * planner.shard.interleave  # of tokens, so that each rank holds some
+    two_splits = min(max_seq_len, 2 * INVARIANT_SPLIT * whole_runs)
+    for num_seqs in (1, MAX_PIECE_SEQS + 1):
+        for query_len in query_lens if num_seqs <= max_num_seqs else ():
+            yield Step(num_seqs, query_len, query_len)
+            if planner.batch_invariant:
+                yield Step(num_seqs, query_len, max(query_len, two_splits))
+    if prefixes and max_num_seqs > 1:
+        shared = (INVARIANT_SPLIT if planner.batch_invariant else 1) * whole_runs
+        yield from (Step(2, query_len, shared + query_len, shared) for query_len in query_lens)
+
+
+def _plan(planner: Planner, step: Step, device: torch.device) -> Plan:
+    query_lens = [step.query_len] + [1] * (step.num_seqs - 1)
+    blocks = -(-step.seq_len // planner.block_size)
+    table = torch.zeros(step.num_seqs, blocks, dtype=torch.int32)
+    slots = torch.full((sum(query_lens),), -1)
+    seq_lens = [step.seq_len] * step.num_seqs
+    batch = AttentionBatch.from_lengths(query_lens, seq_lens, table, slot_mapping=slots, device=device)
+    return planner.plan(batch, common_prefix_len=step.prefix_len)
