@@ -34,13 +34,14 @@ def supports(**changes) -> str | None:
 def test_what_is_declared_is_supported(dtype, kv_format) -> None:
     assert supports(dtype=dtype, kv_format=kv_format) is None
     layout = Backend.page_layout(SPEC, dtype, kv_format, block_size=16)
-    assert layout.page_bytes == 2 * 16 * 2 * 16 * layout.format.k_dtype.itemsize
+    numbers = 16 * (layout.format.k_dtype.itemsize + layout.format.v_dtype.itemsize)
+    scales = 4 * (layout.format.k_scaled_by_row + layout.format.v_scaled_by_row)
+    assert layout.page_bytes == 16 * 2 * (numbers + scales)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        *(({"kv_format": name}, "8-bit pages.*use one of auto") for name in Backend.refused_kv_formats),
         ({"kv_format": "int3"}, "known formats: auto"),
         ({"dtype": torch.float64}, "float64.*use float16, bfloat16 or float32"),
         ({"device": torch.device("cuda")}, "GPU kernels.*move the tensors to the CPU"),

@@ -135,8 +135,14 @@ def pages(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (pages(6, 4, 1, 16), pages(6, 4, 1, 16), ValueError, r"k_cache must be .* got \(6, 4, 1, 16\)"),
         (pages(6, 4, 2, 8), pages(6, 4, 2, 16), ValueError, r"k_cache must be .* got \(6, 4, 2, 8\)"),
         (pages(6, 4, 2, 16), pages(6, 4, 2, 8), ValueError, r"v_cache must be .* got \(6, 4, 2, 8\)"),
-        (pages(6, 4, 2, 16, dtype=torch.int8), pages(6, 4, 2, 16), TypeError, "k_cache must be float16"),
-        (pages(6, 4, 2, 16), pages(6, 4, 2, 16, dtype=torch.float64), TypeError, "v_cache must be float16"),
+        (
+            pages(6, 4, 2, 16, dtype=torch.int16),
+            pages(6, 4, 2, 16),
+            TypeError,
+            "K of torch.int16 and V of torch.float32",
+        ),
+        (pages(6, 4, 2, 16), pages(6, 4, 2, 16, dtype=torch.float64), TypeError, "each must be float16, bfloat16 or"),
+        (pages(6, 4, 2, 16), pages(6, 4, 2, 16, dtype=torch.float8_e5m2), TypeError, "no cache format has"),
         (
             pages(6, 4, 2, 16, device="meta"),
             pages(6, 4, 2, 16, device="meta"),

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from octavo.formats import KVFormat
+from octavo.errors import Unsupported
+from octavo.formats import EIGHT_BIT_FORMATS, KVFormat
 
 Order = Literal["HND", "NHD"]
 """Memory order inside a plane: heads outermost (HND), or rows outermost (NHD)."""
@@ -20,18 +21,26 @@ PLANE_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K and V, as views that any memory order can stand behind.
+    """One layer's K and V, as views that any memory order can stand behind; real number = stored number x descale.
 
     Args:
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides, last dimension contiguous.
         v_cache: [num_blocks, block_size, num_kv_heads, value_dim], likewise.
+        k_descale: float32, any strides, by K's dtype. int8: [num_blocks, num_kv_heads, block_size], a scale per row,
+            written by `append`. fp8: static, [] or [num_kv_heads] or (to attend only) [num_seqs, num_kv_heads];
+            None: 1. Sequences that share pages need equal ones. Other dtypes: None.
+        v_descale: the same by V's dtype; for int8 a scale per row, or static [num_kv_heads, value_dim], a scale per
+            channel, without which the cache can be neither written nor read.
 
     Raises:
         ValueError: the shapes do not belong together, or a last dimension is not contiguous.
+        Unsupported: a scale for numbers that need none.
     """
 
     k_cache: Tensor
     v_cache: Tensor
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     def __post_init__(self) -> None:
         k, v = self.k_cache, self.v_cache
@@ -49,6 +58,11 @@ class LayerCache:
             )
         if k.device != v.device:
             raise ValueError(f"k_cache is on {k.device}, v_cache on {v.device}: use one device")
+        if k.dtype == torch.int8 and self.k_descale is None:
+            raise ValueError("k_cache is int8 and needs k_descale, [num_blocks, num_kv_heads, block_size] float32")
+        for name, pages, descale in (("k", k, self.k_descale), ("v", v, self.v_descale)):
+            if descale is not None:
+                _check_descale(name, pages, descale)
 
     @property
     def num_blocks(self) -> int:
@@ -62,10 +76,56 @@ class LayerCache:
     def num_kv_heads(self) -> int:
         return self.k_cache.shape[2]
 
+    @property
+    def format(self) -> KVFormat:
+        """How K and V are stored.
+
+        Raises:
+            TypeError: in no known way.
+        """
+        v_scaled_by_row = self.v_descale is not None and self.v_descale.ndim == 3
+        found = KVFormat.of_pages(self.k_cache.dtype, self.v_cache.dtype, v_scaled_by_row)
+        if found is None:
+            raise TypeError(
+                f"no cache format has K of {self.k_cache.dtype} and V of {self.v_cache.dtype}; each must be float16, "
+                f"bfloat16 or float32, or both as one of {', '.join(EIGHT_BIT_FORMATS)} has them"
+            )
+        return found
+
+    def descales_of_seqs(self, num_seqs: int) -> tuple[Tensor | None, Tensor | None]:
+        """fp8's static scales as views [num_seqs, num_kv_heads], whatever they are given per; None: 1."""
+        shape = (num_seqs, self.num_kv_heads)
+        k, v = self.k_descale, self.v_descale
+        return None if k is None else k.expand(shape), None if v is None else v.expand(shape)
+
+
+def _check_descale(name: str, pages: Tensor, descale: Tensor) -> None:
+    """A scale must have a shape that pages of this dtype may have scales of."""
+    num_blocks, block_size, num_kv_heads, width = pages.shape
+    by_row = (num_blocks, num_kv_heads, block_size)
+    if pages.dtype.itemsize > 1:
+        raise Unsupported(f"{name}_descale belongs to 8-bit tensors, {name}_cache is {pages.dtype}")
+    if pages.dtype == torch.int8:
+        allowed: tuple[tuple[int, ...], ...] = (by_row,) if name == "k" else (by_row, (num_kv_heads, width))
+        fits = descale.shape in allowed
+        words = " or ".join(map(str, allowed))
+    else:
+        fits = descale.shape in ((), (num_kv_heads,)) or (descale.ndim == 2 and descale.shape[1] == num_kv_heads)
+        words = f"(), ({num_kv_heads},) or (num_seqs, {num_kv_heads})"
+    if descale.dtype != torch.float32 or not fits:
+        raise ValueError(
+            f"{name}_descale of a {pages.dtype} cache must be float32 {words}, "
+            f"got {descale.dtype} {tuple(descale.shape)}"
+        )
+    if descale.device != pages.device:
+        raise ValueError(f"{name}_descale is on {descale.device}, {name}_cache on {pages.device}: use one device")
+
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The record of one page of one layer: the K plane, then the V plane.
+    """The record of one page of one layer: the planes of K, V, K's scales and V's scales, as far as there are any.
+
+    The scale of a row is float32; a plane of scales is [num_kv_heads, block_size] in either memory order.
 
     Engines that own their memory view it through `views`; `PagedKVCache` is the ready-made owner.
 
@@ -102,9 +162,14 @@ class PageLayout:
         return self.block_size * self.num_kv_heads * self.value_dim * self.format.v_dtype.itemsize
 
     @property
+    def _scale_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * torch.float32.itemsize
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a record, padding included."""
-        return _align(self._k_bytes) + _align(self._v_bytes)
+        num_scales = self.format.k_scaled_by_row + self.format.v_scaled_by_row
+        return _align(self._k_bytes) + _align(self._v_bytes) + num_scales * _align(self._scale_bytes)
 
     def shape_and_stride_order(
         self, num_blocks: int, num_layers: int | None = None
@@ -115,9 +180,11 @@ class PageLayout:
         of "2" being V; the stride order lists logical dimensions from outermost to innermost in memory.
 
         Raises:
-            ValueError: K and V differ in width or dtype, or a plane needs padding, so that no such tensor
-                describes the record; allocate bytes and use `views`.
+            ValueError: K and V differ in width or dtype, rows have scales, or a plane needs padding, so that no such
+                tensor describes the record; allocate bytes and use `views`.
         """
+        if self.format.k_scaled_by_row:
+            raise ValueError(f"pages of {self.format.name} hold scales too; allocate bytes and use views()")
         if (self.head_dim, self.format.k_dtype) != (self.value_dim, self.format.v_dtype):
             raise ValueError("K and V rows differ, so a page is no single tensor; allocate bytes and use views()")
         if self._k_bytes % PLANE_ALIGNMENT:
@@ -130,11 +197,15 @@ class PageLayout:
             return shape, order
         return (num_layers, *shape), (0, *(dim + 1 for dim in order))
 
-    def views(self, pages: Tensor) -> LayerCache:
+    def views(self, pages: Tensor, *, k_descale: Tensor | None = None, v_descale: Tensor | None = None) -> LayerCache:
         """One layer's K and V inside `pages`.
 
         Args:
             pages: [num_blocks, page_bytes] uint8, last dimension contiguous, records at multiples of 16 bytes.
+            k_descale, v_descale: static scales, as `LayerCache` describes them; scales of rows are in the pages.
+
+        Raises:
+            ValueError, Unsupported: pages or scales do not fit the format.
         """
         if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != self.page_bytes:
             raise ValueError(
@@ -143,7 +214,21 @@ class PageLayout:
         v_start = _align(self._k_bytes)
         k = self._plane(pages[:, : self._k_bytes], self.format.k_dtype, self.head_dim)
         v = self._plane(pages[:, v_start : v_start + self._v_bytes], self.format.v_dtype, self.value_dim)
-        return LayerCache(k, v)
+        scale_start = v_start + _align(self._v_bytes)
+        descales: list[Tensor | None] = []
+        for name, given, in_pages in (
+            ("k_descale", k_descale, self.format.k_scaled_by_row),
+            ("v_descale", v_descale, self.format.v_scaled_by_row),
+        ):
+            if not in_pages:
+                descales.append(given)
+                continue
+            if given is not None:
+                raise ValueError(f"{name} must be None: pages of {self.format.name} hold the scales of their rows")
+            plane = pages[:, scale_start : scale_start + self._scale_bytes].view(torch.float32)
+            descales.append(plane.view(-1, self.num_kv_heads, self.block_size).detach())
+            scale_start += _align(self._scale_bytes)
+        return LayerCache(k, v, *descales)
 
     def _plane(self, plane: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         # Detached: compiled graphs take K and V of one memory only as tensors that name no common base.
@@ -162,7 +247,7 @@ class PagedKVCache:
     Args:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes, each at least 1.
         value_dim: width of V; None: head_dim.
-        format: a format's name ("auto" stores `dtype`).
+        format: a format's name ("auto" stores `dtype`, "int8_k" stores V in it).
         dtype: the model's dtype.
         device: where the pages live.
         layout: "HND" (default) or "NHD".
@@ -212,11 +297,15 @@ class PagedKVCache:
         """Cache bytes of one token over all layers."""
         return self.num_layers * self.layout.page_bytes / self.layout.block_size
 
-    def layer(self, index: int) -> LayerCache:
-        """Layer `index`'s views; they share memory with the cache."""
+    def layer(self, index: int, *, k_descale: Tensor | None = None, v_descale: Tensor | None = None) -> LayerCache:
+        """Layer `index`'s views; they share memory with the cache.
+
+        Args:
+            k_descale, v_descale: the layer's static scales, as `LayerCache` describes them: int8_kv needs v_descale.
+        """
         if not 0 <= index < self.num_layers:
             raise IndexError(f"layer must lie in [0, {self.num_layers}), got {index}")
-        return self.layout.views(self.pages[index])
+        return self.layout.views(self.pages[index], k_descale=k_descale, v_descale=v_descale)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages `source` to pages `target` in every layer.

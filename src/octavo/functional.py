@@ -9,7 +9,6 @@ from octavo import kernels, reference
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache
 from octavo.checks import check_index, check_optional_tensors, check_tensors
-from octavo.errors import Unsupported
 from octavo.planner import Planner
 from octavo.run import check_run, run
 from octavo.spec import AttentionSpec
@@ -44,7 +43,7 @@ def paged_attention(
     For newcomers and tests; an engine plans once a step with `Planner` and calls `run` per layer.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32.
+        q: [num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32; beside an fp8 cache also fp8.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides, last dimension contiguous.
         v_cache: [num_blocks, block_size, num_kv_heads, value_dim], likewise.
         block_table: [num_seqs, max_blocks] int32.
@@ -57,15 +56,18 @@ def paged_attention(
         alibi_slopes: [num_q_heads] float, position bias; converted to float32. None: off.
         sqrt_alibi: the bias is -slope * sqrt(distance).
         sinks: [num_q_heads] float, one more logit per head, without a value; converted to float32.
-        q_descale, k_descale, v_descale: scales of 8-bit tensors.
+        q_descale: scale of an fp8 q, float32 [] or [num_seqs, num_kv_heads]; None: 1.
+        k_descale, v_descale: scales of 8-bit caches, float32. fp8: [], [num_kv_heads] or [num_seqs, num_kv_heads];
+            None: 1. int8: [num_blocks, num_kv_heads, block_size], for V also [num_kv_heads, value_dim].
         num_splits: parts of the keys; None: the planner's choice.
         common_prefix_len: keys that all sequences share page by page, read once.
         batch_invariant: a sequence's output bits do not depend on the others.
         backend: None: the best for the device; or "reference", "cpu", "triton", "gluon".
 
     Returns:
-        out [num_tokens, num_q_heads, value_dim] in q's dtype; lse [num_tokens, num_q_heads] float32, natural
-        log, -inf for a row that sees no key. Rows of q past query_start_loc[-1] are padding: out 0, lse -inf.
+        out [num_tokens, num_q_heads, value_dim] in q's dtype (bfloat16 for an fp8 q); lse [num_tokens, num_q_heads]
+        float32, natural log, -inf for a row that sees no key. Rows of q past query_start_loc[-1] are padding: out 0,
+        lse -inf.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -86,16 +88,15 @@ def paged_attention(
         (torch.Size([5, 8, 64]), torch.Size([5, 8]))
     """
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, query_start_loc=query_start_loc)
-    check_optional_tensors(alibi_slopes=alibi_slopes, sinks=sinks)
+    check_optional_tensors(
+        alibi_slopes=alibi_slopes, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    )
     check_index("block_table", block_table, 2, torch.int32)
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got shape {tuple(q.shape)}")
-    for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if scale is not None:
-            raise Unsupported(f"{name} belongs to 8-bit tensors, q is {q.dtype} and the cache {k_cache.dtype}")
     if sqrt_alibi and alibi_slopes is None:
         raise ValueError("sqrt_alibi=True needs alibi_slopes")
-    cache = LayerCache(k_cache, v_cache)
+    cache = LayerCache(k_cache, v_cache, k_descale, v_descale)
     if q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"q has head_dim {q.shape[2]}, k_cache {k_cache.shape[3]}")
     spec = AttentionSpec(
@@ -128,17 +129,19 @@ def paged_attention(
         batch_invariant=batch_invariant,
     )
     if backend != "reference":
-        kernels.select(spec, q.device, q.dtype, backend)
+        kernels.select(spec, q.device, q.dtype, backend, cache.format)
     plan = planner.plan(batch, num_splits=num_splits, common_prefix_len=common_prefix_len)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
     sink_logits = None if sinks is None else sinks.float()
-    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.v_dim, dtype=q.dtype, device=q.device)
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.v_dim, dtype=dtype, device=q.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     if backend != "reference":
-        run(plan, spec, q, cache, out, lse, alibi_slopes=slopes, sinks=sink_logits)
+        run(plan, spec, q, cache, out, lse, alibi_slopes=slopes, sinks=sink_logits, q_descale=q_descale)
         return out, lse
-    check_run(plan, spec, q, cache, out, lse, slopes, sink_logits)
-    exact = reference.attention(spec, batch, q, k_cache, v_cache, alibi_slopes=slopes, sinks=sink_logits)
+    check_run(plan, spec, q, cache, out, lse, slopes, sink_logits, q_descale)
+    real = reference.real(batch, q, cache, q_descale)
+    exact = reference.attention(spec, batch, *real, alibi_slopes=slopes, sinks=sink_logits)
     for result, value in zip((out, lse), exact, strict=True):
         result[: batch.num_tokens] = value
     return out, lse

@@ -1,6 +1,7 @@
 """The float64 oracle: the contract of the attention in code, dense and one head at a time.
 
-It shares nothing with the kernels but the mask (`AttentionSpec.bounds`).
+It shares nothing with the kernels but the mask (`AttentionSpec.bounds`) and, for int8 keys, how q is quantised, which
+is part of the contract. Stored numbers become real ones first (`real`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.batch import AttentionBatch
+from octavo.cache import LayerCache
+from octavo.quantise import quantise_rows
 from octavo.spec import AttentionSpec
 
 
@@ -64,6 +67,57 @@ def attention(
                 weights = scores.softmax(0)[: seen.stop - seen.start]
                 out[row, head] = weights @ v[seen, key_head]
     return out, lse
+
+
+def real(
+    batch: AttentionBatch, q: Tensor, cache: LayerCache, q_descale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, K and V as the real numbers that a layer attends with: stored number x scale, in float64.
+
+    q is quantised as kernels do where K is int8. Pages that no sequence of the batch names keep their stored numbers
+    where scales are per sequence.
+
+    Args:
+        batch: whose sequences fp8's scales per sequence are.
+        q: [>= num_tokens, num_q_heads, head_dim].
+        cache: the layer's pages and scales.
+        q_descale: of an fp8 q, [] or [num_seqs, num_kv_heads]; None: 1.
+
+    Returns:
+        q, k_cache and v_cache in their shapes.
+    """
+    fp8 = cache.format.is_fp8
+    k = _real_pages(batch, cache.k_cache, cache.k_descale, fp8)
+    v = _real_pages(batch, cache.v_cache, cache.v_descale, fp8)
+    if cache.format.k_scaled_by_row:
+        values, scale = quantise_rows(q)
+        return values.double() * scale.double().unsqueeze(-1), k, v
+    real_q = q.double()
+    if q_descale is not None:
+        seqs = torch.zeros(len(q), dtype=torch.long)
+        seqs[: int(batch.query_start_loc[-1])] = torch.arange(batch.num_seqs).repeat_interleave(
+            batch.query_start_loc.diff()
+        )
+        by_row = q_descale.double().expand(batch.num_seqs, cache.num_kv_heads)[seqs]
+        real_q = real_q * by_row.repeat_interleave(q.shape[1] // cache.num_kv_heads, 1).unsqueeze(-1)
+    return real_q, k, v
+
+
+def _real_pages(batch: AttentionBatch, pages: Tensor, descale: Tensor | None, fp8: bool) -> Tensor:
+    """Pages [num_blocks, block_size, num_kv_heads, width] times their scales, float64."""
+    real = pages.double()
+    if descale is None:
+        return real
+    scale = descale.double()
+    if not fp8 and scale.ndim == 3:  # per row
+        return real * scale.transpose(1, 2).unsqueeze(-1)
+    if not fp8 or scale.ndim < 2:  # per channel, per head, or one
+        return real * (scale if not fp8 else scale.unsqueeze(-1))
+    scaled = real.clone()
+    for i, seq_len in enumerate(batch.seq_lens.tolist()):
+        blocks = batch.block_table[i, : -(-seq_len // pages.shape[1])].long()
+        scaled[blocks] = real[blocks] * scale[i].unsqueeze(-1)
+    return scaled
 
 
 def _distance(spec: AttentionSpec, position: Tensor, seen: slice) -> Tensor:

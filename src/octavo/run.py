@@ -9,6 +9,7 @@ from octavo import kernels
 from octavo.cache import LayerCache
 from octavo.checks import check_block_table, check_device, check_index, check_optional_tensors, check_tensors
 from octavo.errors import Unsupported
+from octavo.formats import FP8_FORMATS, HOW_TO_CALIBRATE, KVFormat
 from octavo.launch import Operands, Plan, State
 from octavo.spec import AttentionSpec
 
@@ -25,6 +26,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
 
     Raises:
         TypeError, ValueError: a shape, dtype, device or (on CPU) slot does not fit; nothing is written then.
+        Unsupported: no kernel writes this format on this device.
     """
     check_tensors(k=k, v=v)
     check_index("slot_mapping", slot_mapping, 1, torch.int64)
@@ -38,10 +40,18 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
         if not new.is_floating_point():
             raise TypeError(f"{name} must be a float tensor, got {new.dtype}")
     check_device(cache.k_cache.device, k=k, v=v, slot_mapping=slot_mapping)
+    kv_format = cache.format
+    _check_scales(cache, kv_format)
+    for name, descale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+        if kv_format.is_fp8 and descale is not None and descale.ndim > 1:
+            raise ValueError(
+                f"{name} must be one number or [num_kv_heads] to write, as slots do not tell the sequence, "
+                f"got {tuple(descale.shape)}"
+            )
     slots = cache.num_blocks * cache.block_size
     if slot_mapping.device.type == "cpu" and num_slots and int(slot_mapping.max()) >= slots:
         raise ValueError(f"slot_mapping holds {int(slot_mapping.max())}, the cache has {slots} slots")
-    kernels.for_device(k.device).append(cache, k, v, slot_mapping)
+    kernels.for_device(k.device, kv_format).append(cache, k, v, slot_mapping)
 
 
 @torch.no_grad()
@@ -55,6 +65,7 @@ def run(
     *,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
 ) -> None:
     """Attention of one layer.
 
@@ -64,22 +75,24 @@ def run(
     Args:
         plan: the step.
         spec: the layer.
-        q: [>= num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32, last dimension contiguous.
+        q: [>= num_tokens, num_q_heads, head_dim] float16, bfloat16 or float32, last dimension contiguous; beside an
+            fp8 cache also fp8.
         cache: the layer's pages.
         out: [>= num_tokens, num_q_heads, value_dim], written in place; rows past num_tokens stay as they are.
         lse: [>= num_tokens, num_q_heads] float32 or None, written in place: natural log, -inf where a row
             sees no key (with a sink: the sink). Rows that belong to no sequence stay as they are, here and in out.
         alibi_slopes: [num_q_heads] float32, given iff spec.alibi.
         sinks: [num_q_heads] float32, given iff spec.sinks.
+        q_descale: float32 [] or [num_seqs, num_kv_heads], what an fp8 q is multiplied by; None: 1.
 
     Raises:
         TypeError, ValueError: an argument does not fit; nothing is written then.
-        Unsupported: no kernel serves this spec, dtype and device.
+        Unsupported: no kernel serves this spec, dtype, format and device.
     """
-    check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks)
-    family = kernels.select(spec, q.device, q.dtype)
+    check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
+    family = kernels.select(spec, q.device, q.dtype, kv_format=cache.format)
     n = plan.num_tokens
-    operands = Operands(q, cache, alibi_slopes, sinks)
+    operands = Operands(q, cache, alibi_slopes, sinks, q_descale)
     result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
     if plan.num_states <= 1:
         for launch in plan.launches:
@@ -138,15 +151,22 @@ def check_run(
     lse: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    q_descale: Tensor | None = None,
 ) -> None:
     """Refuse arguments of `run` that do not fit; see there for what they must be."""
     check_tensors(q=q, out=out)
-    check_optional_tensors(lse=lse, alibi_slopes=alibi_slopes, sinks=sinks)
-    reason = kernels.unsupported(spec, q.device, q.dtype)
+    check_optional_tensors(lse=lse, alibi_slopes=alibi_slopes, sinks=sinks, q_descale=q_descale)
+    kv_format = cache.format
+    reason = kernels.unsupported(spec, q.device, q.dtype, kv_format=kv_format)
     if reason is not None:
         raise Unsupported(reason)
     _check_rows(plan, spec, q, out, lse)
     _check_cache(plan, spec, cache)
+    if kv_format.is_eight_bit:
+        _check_scales(cache, kv_format)
+        _check_seq_scales(plan, cache, q, q_descale)
+    elif q_descale is not None:
+        raise Unsupported(f"q_descale belongs to 8-bit tensors, q is {q.dtype}")
     check_device(q.device, out=out, lse=lse, cache=cache.k_cache, plan=plan.positions)
     _check_head_terms(plan, spec, alibi_slopes, sinks, q.device)
 
@@ -177,8 +197,6 @@ def _check_cache(plan: Plan, spec: AttentionSpec, cache: LayerCache) -> None:
             raise ValueError(
                 f"{name} must be [num_blocks, block_size, {spec.num_kv_heads}, {width}], got {tuple(pages.shape)}"
             )
-        if pages.dtype not in kernels.FLOAT_DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {pages.dtype}")
     if cache.block_size != plan.block_size:
         raise ValueError(f"the cache has block_size {cache.block_size}, the plan was made for {plan.block_size}")
     if plan.num_blocks is not None and cache.num_blocks < plan.num_blocks:
@@ -186,6 +204,33 @@ def _check_cache(plan: Plan, spec: AttentionSpec, cache: LayerCache) -> None:
     if plan.num_blocks is None and plan.check and plan.launches:
         kv_lens = plan.launches[-1].kv_splits[:, -1]
         check_block_table(plan.block_table, kv_lens, plan.block_size, cache.num_blocks)
+
+
+def _check_scales(cache: LayerCache, kv_format: KVFormat) -> None:
+    if kv_format.v_scaled_by_channel and cache.v_descale is None:
+        raise ValueError(
+            f"cache format int8_kv needs V's scales, v_descale float32 "
+            f"[{cache.num_kv_heads}, {cache.v_cache.shape[3]}]: {HOW_TO_CALIBRATE}"
+        )
+
+
+def _check_seq_scales(plan: Plan, cache: LayerCache, q: Tensor, q_descale: Tensor | None) -> None:
+    """Scales of fp8 must be those of the plan's sequences; q's must belong to an fp8 q."""
+    num_seqs = plan.block_table.shape[0]
+    if q_descale is not None:
+        if q.dtype not in FP8_FORMATS.values():
+            raise Unsupported(f"q_descale belongs to 8-bit tensors, q is {q.dtype}")
+        if q_descale.dtype != torch.float32 or q_descale.shape not in ((), (num_seqs, cache.num_kv_heads)):
+            raise ValueError(
+                f"q_descale must be float32 () or ({num_seqs}, {cache.num_kv_heads}), "
+                f"got {q_descale.dtype} {tuple(q_descale.shape)}"
+            )
+        check_device(q.device, q_descale=q_descale)
+    if not cache.format.is_fp8:
+        return
+    for name, descale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+        if descale is not None and descale.ndim == 2 and descale.shape[0] != num_seqs:
+            raise ValueError(f"{name} is for {descale.shape[0]} sequences, the plan has {num_seqs}")
 
 
 def _check_head_terms(

@@ -23,11 +23,12 @@ def small(
     order: Order = "HND",
     dtype: torch.dtype = torch.float32,
     shared: tuple[PrefixGroup, ...] = SHARED,
+    kv_format: str = "auto",
     **options: object,
 ) -> Case:
     """Five sequences with a common prefix, one of them shorter than its new tokens; options of the spec."""
     spec = AttentionSpec(*heads, 16, **options)
-    return Case(name, spec, query_lens, seq_lens, block_size, order, dtype, shared=shared)
+    return Case(name, spec, query_lens, seq_lens, block_size, order, dtype, shared=shared, kv_format=kv_format)
 
 
 CASES = (
@@ -40,6 +41,18 @@ CASES = (
     small("bfloat16-sqrt", dtype=torch.bfloat16, alibi="sqrt", sinks=True, block_size=3),
 )
 """One of each kind of mask, score and dtype."""
+
+EIGHT_BIT_CASES = (
+    small("fp8", kv_format="fp8_e4m3", window_left=20, logits_soft_cap=2.0, alibi="linear", sinks=True),
+    small("fp8-e5m2-half", kv_format="fp8_e5m2", dtype=torch.float16, order="NHD", block_size=16),
+    small("int8-kv", kv_format="int8_kv", window_left=20, logits_soft_cap=2.0, alibi="linear", sinks=True),
+    small("int8-kv-bfloat16-encoder", kv_format="int8_kv", dtype=torch.bfloat16, causal=False, order="NHD"),
+    small("int8-k-half", kv_format="int8_k", dtype=torch.float16, window_left=6, sinks=True),
+    small("int8-k-encoder-window", kv_format="int8_k", causal=False, window_left=5, window_right=2, block_size=3),
+    small("int8-per-token", kv_format="int8_per_token", window_left=20, alibi="sqrt", sinks=True),
+    small("int8-per-token-bfloat16", kv_format="int8_per_token", dtype=torch.bfloat16, order="NHD", block_size=16),
+)
+"""Every 8-bit format, twice."""
 
 CUTS = {
     "whole": Cut(),

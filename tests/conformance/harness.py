@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 import octavo
 from conformance.backends import Backend
+from octavo import kernels
 from octavo.bench.cases import Case, Problem, build
 from octavo.launch import Plan
 from octavo.planner import Planner, PrefixGroup
@@ -84,13 +86,17 @@ def make_plan(problem: Problem, cut: Cut = WHOLE) -> Plan:
 
 
 def attend(problem: Problem, plan: Plan, spec: AttentionSpec | None = None) -> tuple[Tensor, Tensor]:
-    """Run a plan on a problem. A rank's partial result is float32; rows that nobody writes would be 99."""
+    """Run a plan on a problem. A rank's partial result is float32; rows that nobody writes would be 99.
+
+    Skips the test where the kernels of this device say that they do not serve the cache's format yet.
+    """
+    skip_if_unserved(problem)
     spec = problem.spec if spec is None else spec
     sharded = problem.shard.dcp_world > 1
-    dtype = torch.float32 if sharded else problem.q.dtype
+    dtype = torch.float32 if sharded else problem.case.dtype
     rows = problem.q.shape[0]
-    out = problem.q.new_full((rows, spec.num_q_heads, spec.v_dim), 99.0, dtype=dtype)
-    lse = problem.q.new_full((rows, spec.num_q_heads), 99.0, dtype=torch.float32)
+    out = torch.full((rows, spec.num_q_heads, spec.v_dim), 99.0, dtype=dtype, device=problem.q.device)
+    lse = torch.full((rows, spec.num_q_heads), 99.0, device=problem.q.device)
     octavo.run(
         plan,
         spec,
@@ -100,12 +106,22 @@ def attend(problem: Problem, plan: Plan, spec: AttentionSpec | None = None) -> t
         lse,
         alibi_slopes=problem.alibi_slopes,
         sinks=None if sharded else problem.sinks,
+        q_descale=problem.q_descale,
     )
     n = plan.num_tokens
     assert bool((out[n:] == 99).all()), "a padding row of out was written"
     assert bool((lse[n:] == 99).all()), "a padding row of lse was written"
     assert bool((out[:n][lse[:n] == -torch.inf] == 0).all()), "a row that sees no key has an output"
     return out[:n], lse[:n]
+
+
+def skip_if_unserved(problem: Problem) -> None:
+    """Skip the test if the kernels of the problem's device say that they do not serve an 8-bit format."""
+    kv_format = problem.cache.format
+    if kv_format.is_eight_bit:
+        reason = kernels.unsupported(problem.spec, problem.q.device, problem.q.dtype, kv_format=kv_format)
+        if reason is not None:
+            pytest.skip(reason)
 
 
 def shareable(problem: Problem, group: PrefixGroup) -> int:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from conformance.backends import Backend
-from conformance.common import CASES, CUTS, small
+from conformance.common import CASES, CUTS, EIGHT_BIT_CASES, small
 from conformance.harness import Cut, attend, groups, make_plan, seen_slots, solve
-from octavo.bench.cases import GUARD, Case, Problem, build
+from octavo.bench.cases import GUARD, Case, Problem, build, poison_rows
 from octavo.spec import AttentionSpec, KVShard
 from tolerance import assert_attention, assert_same_bits, assert_within
 
@@ -19,14 +19,12 @@ POISON = [float("nan"), float("inf"), float("-inf"), 1e4]
 
 def spoil(problem: Problem, poison: float) -> Problem:
     """Overwrite all cache rows that no query of the batch sees: pages that left a window are among them."""
-    unseen = ~seen_slots(problem)
-    problem.cache.k_cache[unseen] = poison
-    problem.cache.v_cache[unseen] = poison
+    poison_rows(problem.cache, ~seen_slots(problem), poison)
     return problem
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *EIGHT_BIT_CASES], ids=lambda case: case.name)
 def test_poison_changes_no_bit(backend: Backend, case: Case, cut: Cut) -> None:
     """A01, A02, A03, A05: unused rows, pages, padding rows, rows outside every window."""
     for rank in range(cut.world):

@@ -7,7 +7,7 @@ import torch
 
 import octavo.kernels.cpu
 from conformance.backends import Backend
-from conformance.common import CASES, CUTS
+from conformance.common import CASES, CUTS, EIGHT_BIT_CASES
 from conformance.harness import Cut, attend, make_plan, solve
 from octavo.bench.cases import Case, build
 from octavo.kernels.cpu.plain import tiles
@@ -29,7 +29,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *EIGHT_BIT_CASES], ids=lambda case: case.name)
 def test_small_tiles(case: Case, cut: Cut) -> None:
     assert_attention(build(case), *solve(CPU, case, cut))
 

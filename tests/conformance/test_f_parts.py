@@ -12,7 +12,7 @@ from torch import Tensor
 
 import octavo
 from conformance.backends import Backend
-from conformance.common import CASES, CUTS, small
+from conformance.common import CASES, CUTS, EIGHT_BIT_CASES, small
 from conformance.harness import Cut, attend, groups, make_plan, solve
 from octavo.bench.cases import Case, Problem, build
 from octavo.spec import AttentionSpec, KVShard
@@ -94,7 +94,7 @@ def test_merge_is_associative(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (2, 16), (3, 5), (8, 1)])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *EIGHT_BIT_CASES], ids=lambda case: case.name)
 def test_ranks_together_are_the_whole(backend: Backend, case: Case, world: int, interleave: int) -> None:
     """F16, C12: keys dealt by rank, empty shards too; windows and biases measure global distance."""
     assert_attention(build(case), *solve(backend, case, Cut(world=world, interleave=interleave)))

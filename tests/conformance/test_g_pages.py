@@ -10,7 +10,7 @@ from torch import Tensor
 
 import octavo
 from conformance.backends import Backend
-from conformance.common import CASES, CUTS, small
+from conformance.common import CASES, CUTS, EIGHT_BIT_CASES, small
 from conformance.harness import Cut, attend, make_plan, solve
 from octavo.bench.cases import GUARD, Case, Problem, build
 from octavo.cache import LayerCache
@@ -21,7 +21,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[:5], *EIGHT_BIT_CASES], ids=lambda case: case.name)
 def test_order_of_pages_changes_no_bit(backend: Backend, case: Case, cut: Cut) -> None:
     """G08: shuffled pages and table, guards of 2^30 past each sequence's blocks."""
     shard = octavo.KVShard(cut.world, cut.world - 1, cut.interleave)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import octavo
 from conformance.backends import Backend
-from conformance.harness import groups
+from conformance.harness import groups, skip_if_unserved
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
 from octavo.planner import Planner, PrefixGroup
@@ -26,13 +26,21 @@ LAYERS = {
     "sinks": {"sinks": True, "window_left": 40},
     "cap-alibi": {"logits_soft_cap": 3.0, "alibi": "linear"},
     "encoder": {"causal": False},
+    "fp8": {"kv_format": "fp8_e4m3"},
+    "int8-kv": {"kv_format": "int8_kv", "window_left": 300},
+    "int8-per-token": {"kv_format": "int8_per_token", "sinks": True},
 }
 
 
 def make(backend: Backend, layer: str, dtype: torch.dtype, *, page_seed: int = 0, rank: int = 0, world: int = 1):
-    spec = AttentionSpec(4, 2, 16, **LAYERS[layer])
-    case = Case("invariant", spec, (NEW,) * len(LENGTHS), LENGTHS, dtype=dtype, shared=SHARED)
-    return build(case, page_seed=page_seed, poison=float("nan"), shard=KVShard(world, rank), device=backend.device)
+    options = dict(LAYERS[layer])
+    kv_format = options.pop("kv_format", "auto")
+    spec = AttentionSpec(4, 2, 16, **options)
+    case = Case("invariant", spec, (NEW,) * len(LENGTHS), LENGTHS, dtype=dtype, shared=SHARED, kv_format=kv_format)
+    shard = KVShard(world, rank)
+    problem = build(case, page_seed=page_seed, poison=float("nan"), shard=shard, device=backend.device)
+    skip_if_unserved(problem)
+    return problem
 
 
 def step(

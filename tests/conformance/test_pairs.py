@@ -11,6 +11,7 @@ from conformance.backends import Backend
 from conformance.harness import Cut, groups, solve
 from conformance.pairwise import covering_array
 from octavo.bench.cases import Case, build
+from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention
 
@@ -40,6 +41,7 @@ FACTORS = {
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float16),
     ],
+    "kv_format": ["auto", *EIGHT_BIT_FORMATS],
     "block_size": [1, 3, 8, 16],
     "order": ["HND", "NHD"],
     "query_lens": [
@@ -96,6 +98,7 @@ def from_row(row: dict) -> tuple[Case, Cut]:
         order=row["order"],
         dtype=dtype,
         cache_dtype=cache_dtype,
+        kv_format=row["kv_format"],
         shared=SHARED,
     )
     invariant = row["split"] == "invariant"

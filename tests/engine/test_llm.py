@@ -11,7 +11,7 @@ from engine import tiny
 from octavo.engine.errors import RequestError
 from octavo.engine.llm import LLM
 from octavo.engine.request import SamplingParams
-from octavo.errors import Unsupported
+from octavo.formats import EIGHT_BIT_FORMATS, KVScales
 
 GREEDY = SamplingParams(max_tokens=10)
 
@@ -47,6 +47,40 @@ def tokens(results) -> list[list[int]]:
 def test_schedules_do_not_change_tokens(stock, options) -> None:
     batch, expected = stock
     assert tokens(engine(**options).generate(batch, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT_FORMATS)
+def test_eight_bit_pages_do_not_depend_on_the_schedule(stock, name) -> None:
+    """I11: what a step computes it reads back from the cache, so that chunks, preemption and reuse change nothing."""
+    batch, _ = stock
+    config = tiny.make("GptOss").config
+    scale = torch.linspace(0.01, 0.02, config.num_key_value_heads * config.head_dim)
+    scales = KVScales("int8_kv", None, (scale.view(-1, config.head_dim),) * config.num_hidden_layers)
+    options = {"kv_format": name, "kv_scales": scales if name == "int8_kv" else None}
+    llm = engine(**options)
+    expected = tokens(llm.generate(batch, GREEDY))
+    assert tokens(llm.generate(batch, GREEDY)) == expected
+    assert llm.stats.num_cached_tokens > 0
+    assert tokens(engine(**options, max_num_batched_tokens=5).generate(batch, GREEDY)) == expected
+    tight = engine(**options, num_blocks=15)
+    assert tokens(tight.generate(batch, GREEDY)) == expected
+    assert tight.stats.num_preemptions > 0
+    assert llm.runner.bytes_per_token < engine(kv_format="float32").runner.bytes_per_token
+
+
+def test_static_scales_are_those_of_the_layer() -> None:
+    """Each layer's V is quantised by its own scales: one layer's scale of 0 silences that layer only."""
+    config = tiny.make("GptOss").config
+    scales = [torch.full((config.num_key_value_heads, config.head_dim), 0.02) for _ in range(config.num_hidden_layers)]
+    scales[1] = torch.zeros_like(scales[1])
+    llm = engine(kv_format="int8_kv", kv_scales=KVScales("int8_kv", None, tuple(scales)))
+    caches = [module.octavo_layer.cache for module in llm.model.modules() if hasattr(module, "octavo_layer")]
+    llm.generate([[5, 6, 7]], GREEDY)
+    assert [bool(cache.v_cache.any()) for cache in caches] == [i != 1 for i in range(len(caches))]
+    with pytest.raises(ValueError, match="v scales are for 1 layers, the model has"):
+        engine(kv_format="int8_kv", kv_scales=KVScales("int8_kv", None, (scales[0],)))
+    with pytest.raises(ValueError, match="the scales are for 'int8_kv', the cache's format is 'int8_k'"):
+        engine(kv_format="int8_k", kv_scales=KVScales("int8_kv", None, tuple(scales)))
 
 
 def test_preemption_recomputes_the_same_tokens(stock) -> None:
@@ -132,7 +166,7 @@ def test_wrong_arguments() -> None:
         engine(max_model_len=513)
     with pytest.raises(ValueError, match="raise kv_cache_bytes"):
         engine(num_blocks=None, kv_cache_bytes=10)
-    with pytest.raises(Unsupported, match="8-bit pages"):
+    with pytest.raises(ValueError, match="int8_kv needs kv_scales: run `octavo calibrate`"):
         engine(kv_format="int8_kv")
     with pytest.raises(ValueError, match="known formats: auto, float16"):
         engine(kv_format="int3")

@@ -9,7 +9,7 @@ import torch
 from octavo import kernels
 from octavo.cli.errors import CommandError
 from octavo.errors import Unsupported
-from octavo.formats import FLOAT_FORMATS, KVFormat
+from octavo.formats import FLOAT_FORMATS, HOW_TO_CALIBRATE, KVFormat
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 
@@ -39,9 +39,11 @@ def check_early(dtype: str, kv_format: str, device: str | None) -> None:
     if dtype != "auto" and dtype not in FLOAT_FORMATS:
         raise CommandError(f"unknown dtype {dtype!r}; known dtypes: auto, {', '.join(FLOAT_FORMATS)}")
     try:
-        KVFormat.parse(kv_format, FLOAT_FORMATS.get(dtype, torch.float32))
+        parsed = KVFormat.parse(kv_format, FLOAT_FORMATS.get(dtype, torch.float32))
     except ValueError as error:
         raise CommandError(str(error)) from error
+    if parsed.v_scaled_by_channel:
+        raise CommandError(f"cache format {kv_format} needs the model's scales: {HOW_TO_CALIBRATE}")
     if device is None:
         return
     try:

@@ -189,7 +189,7 @@ def _answers(device: torch.device) -> Iterator[tuple[str, str, str | None]]:
         yield "feature", name, ask(spec)
     for dtype in Backend.dtypes:
         yield "dtype", str(dtype).removeprefix("torch."), ask(dtype=dtype)
-    for kv_format in (*Backend.kv_formats, *Backend.refused_kv_formats):
+    for kv_format in Backend.kv_formats:
         yield "cache format", kv_format, ask(kv_format=kv_format)
     for order in Backend.layouts:
         yield "page layout", order, _page_layout_reason(order)

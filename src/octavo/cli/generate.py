@@ -27,9 +27,10 @@ from octavo.cli.show import (
     stream,
 )
 from octavo.engine.request import SamplingParams
-from octavo.formats import FLOAT_FORMATS
+from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS
 
-_FORMATS = ", ".join(["auto", *FLOAT_FORMATS])
+_DTYPES = ", ".join(["auto", *FLOAT_FORMATS])
+_FORMATS = f"{_DTYPES}, {', '.join(EIGHT_BIT_FORMATS)}"
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
@@ -46,7 +47,7 @@ def generate(
         str | None, typer.Option(help="Prompts, one a line, empty lines left out; - is standard input.")
     ] = None,
     model: Annotated[str, _model(help="A folder, GGUF file or hub name, or smollm2, gemma3-270m.")] = "smollm2",
-    dtype: Annotated[str, _model(help=f"Of the model: {_FORMATS}.")] = "auto",
+    dtype: Annotated[str, _model(help=f"Of the model: {_DTYPES}.")] = "auto",
     device: Annotated[
         str | None, _model(help="Where the model runs, cpu or cuda; none: a GPU if there is one.")
     ] = None,

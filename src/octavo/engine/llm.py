@@ -24,7 +24,7 @@ from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import SampledToken, Sampler
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.text import Detokenizer
-from octavo.formats import KVFormat
+from octavo.formats import HOW_TO_CALIBRATE, KVFormat, KVScales
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -50,7 +50,9 @@ class LLM:
         model: a local folder, a GGUF file, a hub name, a packaged name ("smollm2", "gemma3-270m"), or a
             loaded Transformers causal language model (its attention is replaced).
         dtype: "auto" (the checkpoint's, on CPU float32), "float32", "bfloat16", "float16" or a torch dtype.
-        kv_format: how the cache stores K and V: "auto" (the model's dtype), "float16", "bfloat16", "float32".
+        kv_format: how the cache stores K and V: "auto" (the model's dtype), "float16", "bfloat16", "float32",
+            "fp8_e4m3" ("fp8"), "fp8_e5m2", "int8_kv", "int8_k", "int8_per_token".
+        kv_scales: the layers' static scales; int8_kv needs them, fp8 takes 1 without.
         device: where the model runs; None: a GPU if there is one, else the CPU.
         tokenizer: for a loaded model; None: its prompts must be token ids and results have no text.
         block_size: tokens of a page.
@@ -75,6 +77,7 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         kv_format: str = "auto",
+        kv_scales: KVScales | None = None,
         device: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         block_size: int = 16,
@@ -87,7 +90,8 @@ class LLM:
         use_graphs: bool | None = None,
     ) -> None:
         # What is wrong without the model should not wait for the model.
-        KVFormat.parse(kv_format, torch.float32)
+        if KVFormat.parse(kv_format, torch.float32).v_scaled_by_channel and kv_scales is None:
+            raise ValueError(f"cache format {kv_format} needs kv_scales: {HOW_TO_CALIBRATE}")
         sizes = {
             "block_size": block_size,
             "num_blocks": num_blocks,
@@ -120,6 +124,7 @@ class LLM:
         self.runner = ModelRunner(
             self.model,
             kv_format=kv_format,
+            kv_scales=kv_scales,
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,

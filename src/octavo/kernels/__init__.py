@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import Unsupported
+from octavo.formats import FP8_FORMATS, KVFormat
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
 
@@ -42,9 +43,16 @@ class Kernels(Protocol):
 
 
 def unsupported(
-    spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None
+    spec: AttentionSpec,
+    device: torch.device,
+    q_dtype: torch.dtype,
+    backend: str | None = None,
+    kv_format: KVFormat | None = None,
 ) -> str | None:
-    """Why `backend` (None: the best for the device) cannot compute this; None: it can."""
+    """Why `backend` (None: the best for the device) cannot compute this; None: it can.
+
+    A `kv_format` of None stands for K and V as plain 16- or 32-bit numbers.
+    """
     if backend is not None and backend not in BACKENDS:
         return f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}, and for paged_attention reference"
     if backend == "gluon":
@@ -56,32 +64,46 @@ def unsupported(
     reason = _device_reason(device)
     if reason is not None:
         return reason
-    if q_dtype not in FLOAT_DTYPES:
+    if kv_format is not None:
+        reason = _format_reason(device, kv_format)
+        if reason is not None:
+            return reason
+    if q_dtype in FP8_FORMATS.values():
+        if kv_format is None or not kv_format.is_fp8:
+            stored = "plain numbers" if kv_format is None else kv_format.name
+            return f"q of {q_dtype} needs an fp8 cache, this one holds {stored}; use float16, bfloat16 or float32"
+    elif q_dtype not in FLOAT_DTYPES:
         return f"q of {q_dtype} is not supported; use float16, bfloat16 or float32"
     if spec.head_dim > 512 or spec.v_dim > 512:
         return f"head_dim {spec.head_dim} and value_dim {spec.v_dim} must be at most 512"
     return None
 
 
-def select(spec: AttentionSpec, device: torch.device, q_dtype: torch.dtype, backend: str | None = None) -> Kernels:
-    """The kernels for a problem.
+def select(
+    spec: AttentionSpec,
+    device: torch.device,
+    q_dtype: torch.dtype,
+    backend: str | None = None,
+    kv_format: KVFormat | None = None,
+) -> Kernels:
+    """The kernels for a problem; arguments as for `unsupported`.
 
     Raises:
         Unsupported: with the reason that `unsupported` gives.
     """
-    reason = unsupported(spec, device, q_dtype, backend)
+    reason = unsupported(spec, device, q_dtype, backend, kv_format)
     if reason is not None:
         raise Unsupported(reason)
     return for_device(device)
 
 
-def for_device(device: torch.device) -> Kernels:
+def for_device(device: torch.device, kv_format: KVFormat | None = None) -> Kernels:
     """The kernels for work that needs no spec (append, merge).
 
     Raises:
-        Unsupported: no kernels run on this device.
+        Unsupported: no kernels run on this device, or none for this format.
     """
-    reason = _device_reason(device)
+    reason = _device_reason(device) or (None if kv_format is None else _format_reason(device, kv_format))
     if reason is not None:
         raise Unsupported(reason)
     if device.type == "cpu":
@@ -91,6 +113,16 @@ def for_device(device: torch.device) -> Kernels:
     from octavo.kernels import triton
 
     return triton
+
+
+def _format_reason(device: torch.device, kv_format: KVFormat) -> str | None:
+    """Why no kernels on a device read and write a format."""
+    if kv_format.is_eight_bit and device.type != "cpu":
+        return (
+            f"cache format {kv_format.name!r} on device {device} needs GPU kernels for 8-bit pages, which this version "
+            f"does not have; use auto, float16, bfloat16 or float32, or the CPU"
+        )
+    return None
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -40,10 +41,20 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] and lse (or None) of this launch's
             splits; written at the launch's rows only.
     """
-    if HAS_NUMBA and operands.cache.k_cache.dtype == operands.cache.v_cache.dtype:
+    kv_format = operands.cache.format
+    if HAS_NUMBA and not kv_format.is_eight_bit and kv_format.k_dtype == kv_format.v_dtype:
         compiled.attend(spec, plan, launch, operands, state)
     else:
+        if HAS_NUMBA and kv_format.is_eight_bit:
+            _say_plain(kv_format.name)
         plain.attend(spec, plan, launch, operands, state)
+
+
+@cache
+def _say_plain(name: str) -> None:
+    """Once a process and format: 8-bit pages are served, but not by the fast kernels."""
+    message = f"cache format {name} runs in plain PyTorch, which is slower: it has no Numba kernels yet"
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from octavo.quantise import store_rows
+
 if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
@@ -17,6 +19,13 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
     if num_slots and int(slot_mapping.min()) < 0:
         stored = (slot_mapping >= 0).nonzero().squeeze(1)
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
-    where = slot_mapping // cache.block_size, slot_mapping % cache.block_size
-    cache.k_cache[where] = k.to(cache.k_cache.dtype)
-    cache.v_cache[where] = v.to(cache.v_cache.dtype)
+    block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
+    rows = store_rows(cache.format, k, v, cache.k_descale, cache.v_descale)
+    cache.k_cache[block, offset] = rows.k
+    cache.v_cache[block, offset] = rows.v
+    if rows.k_scale is not None:
+        assert cache.k_descale is not None
+        cache.k_descale[block, :, offset] = rows.k_scale
+    if rows.v_scale is not None:
+        assert cache.v_descale is not None
+        cache.v_descale[block, :, offset] = rows.v_scale

@@ -1,7 +1,9 @@
 """Attention over pages in plain PyTorch: correct for every feature, fast enough for small models.
 
-Scores, probabilities and sums are float32 whatever the dtypes of q and of the cache. Keys and scores live in
-the plan's scratch memory: fresh memory of this size costs a page fault every 4 KiB.
+Scores, probabilities and sums are float32 whatever the dtypes of q and of the cache: products of int8 are too, their
+sums stay below 2^24 and so are exact. Scales leave the loop where they can: K's of a row multiply its scores, V's of a
+row the probabilities, all others q or the output once. Keys and scores live in the plan's scratch memory: fresh memory
+of this size costs a page fault every 4 KiB.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from octavo.kernels.cpu.plain.merge import merge
 from octavo.kernels.cpu.plain.pages import as_matrix, row_strides
 from octavo.kernels.cpu.plain.tiles import Chunk, Tile, make_tile, tiles
 from octavo.launch import Launch, Operands, Plan, State
+from octavo.quantise import quantise_rows
 from octavo.spec import AttentionSpec
 
 
@@ -46,6 +49,8 @@ class _Layer:
         self.spec = spec
         self.plan = plan
         self.operands = operands
+        self.cache = operands.cache
+        self.format = operands.cache.format
 
     def attend(self, tile: Tile, careful: bool = False) -> tuple[Tensor, Tensor]:
         """A tile against its keys, by online softmax over its chunks.
@@ -59,18 +64,21 @@ class _Layer:
         """
         spec, (n, rows) = self.spec, tile.rows.shape
         batch, packed = n * spec.num_kv_heads, rows * spec.group_size
-        q = tile.take(self.operands.q).float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
-        q = (q.transpose(1, 2) * spec.scale).reshape(batch, packed, spec.head_dim)
+        q, q_scale = self._query(tile)
         m = q.new_full((batch, packed, 1), -torch.inf)
         may_be_empty = tile.some_see_nothing or len(tile.chunks) > 1
         l, acc = torch.zeros_like(m), q.new_zeros(batch, packed, spec.v_dim)
         for i, chunk in enumerate(tile.chunks):
-            scores = self._scores(tile, chunk, q, self._gather("k", self.operands.cache.k_cache, chunk))
-            v = self._gather("v", self.operands.cache.v_cache, chunk)
+            scores = self._scores(tile, chunk, q, q_scale, self._gather("k", self.cache.k_cache, chunk))
+            v = self._gather("v", self.cache.v_cache, chunk)
+            v_scale = self._row_scales(self.cache.v_descale, chunk) if self.format.v_scaled_by_row else None
             if careful:  # 0 * NaN and NaN - inf are NaN
                 hidden = ~chunk.visible
+                unseen = hidden.all(1)[:, None, :, None]
                 scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
-                v.view(n, -1, *v.shape[1:]).masked_fill_(hidden.all(1)[:, None, :, None], 0.0)
+                v.view(n, -1, *v.shape[1:]).masked_fill_(unseen, 0.0)
+                if v_scale is not None:
+                    v_scale = v_scale.masked_fill(unseen.transpose(2, 3), 0.0)
             elif chunk.mask is not None:
                 scores.add_(chunk.mask)
             scores = scores.view(batch, packed, -1)
@@ -78,15 +86,19 @@ class _Layer:
             # A row that has seen nothing yet has no maximum; (-inf) - (-inf) is NaN.
             peak = torch.where(m_new == -torch.inf, 0.0, m_new) if may_be_empty else m_new
             p = scores.sub_(peak).exp_()
+            sums = p.sum(-1, keepdim=True)
+            if v_scale is not None:
+                p.view(n, spec.num_kv_heads, packed, -1).mul_(v_scale)
             if i == 0:
-                l, acc = p.sum(-1, keepdim=True), p @ v
+                l, acc = sums, p @ v
             else:
                 rescale = (m - peak).exp()
-                l = l * rescale + p.sum(-1, keepdim=True)
+                l = l * rescale + sums
                 acc = torch.baddbmm(acc * rescale, p, v)
             m = m_new
         out = acc / (torch.where(l == 0, 1.0, l) if tile.some_see_nothing else l)
-        return self._by_row(out, n, rows), self._by_row((m + l.log()).squeeze(-1), n, rows)
+        out, lse = self._by_row(out, n, rows), self._by_row((m + l.log()).squeeze(-1), n, rows)
+        return self._scale_out(tile, out), lse
 
     def attend_carefully(self, launch: Launch, tile: Tile) -> tuple[Tensor, Tensor]:
         """The same where a value is not finite: it must not reach rows that do not see it."""
@@ -97,6 +109,49 @@ class _Layer:
         alone = tile.rows.reshape(-1, 1), tile.seqs.repeat_interleave(rows)
         out, lse = self.attend(make_tile(self.spec, self.plan, launch, *alone, tile.split), careful=True)
         return out.view(n, rows, *out.shape[2:]), lse.view(n, rows, -1)
+
+    def _query(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """q [n * num_kv_heads, rows_per_seq * group_size, head_dim] float32, times the softmax scale and what scales
+        are known already. For int8 keys: whole numbers, and their factor [n, num_kv_heads, rows, group, 1]."""
+        spec, (n, rows) = self.spec, tile.rows.shape
+        q = tile.take(self.operands.q).float().view(n, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        q = q.transpose(1, 2)
+        factor = None
+        if self.format.k_scaled_by_row:
+            values, scale = quantise_rows(q)
+            q, factor = values.float(), (scale * spec.scale).unsqueeze(-1)
+        else:
+            q = q * spec.scale
+        for descale in (self.operands.q_descale, self.cache.k_descale if self.format.is_fp8 else None):
+            if descale is not None:
+                q = q * self._of_rows(tile, descale).transpose(1, 2)[..., None, None]
+        return q.reshape(n * spec.num_kv_heads, rows * spec.group_size, spec.head_dim), factor
+
+    def _scale_out(self, tile: Tile, out: Tensor) -> Tensor:
+        """Apply the scales of V that are the same for all keys of a row to out [n, rows, num_q_heads, value_dim]."""
+        descale = self.cache.v_descale
+        if descale is None or self.format.v_scaled_by_row:
+            return out
+        if self.format.v_scaled_by_channel:
+            factor = descale.unsqueeze(1)
+        else:
+            factor = self._of_rows(tile, descale)[..., None, None]
+        n, rows = tile.rows.shape
+        by_head = out.view(n, rows, self.spec.num_kv_heads, self.spec.group_size, self.spec.v_dim)
+        return (by_head * factor).view(out.shape)
+
+    def _of_rows(self, tile: Tile, descale: Tensor) -> Tensor:
+        """fp8's static scales [] | [num_kv_heads] | [num_seqs, num_kv_heads] as [n, rows_per_seq, num_kv_heads]."""
+        num_kv_heads = self.spec.num_kv_heads
+        if descale.ndim < 2:
+            return descale.expand(*tile.rows.shape, num_kv_heads)
+        return descale[self.plan.seqs_of_rows()[tile.rows]]
+
+    def _row_scales(self, scales: Tensor | None, chunk: Chunk) -> Tensor:
+        """Scales that lie in the pages, of a chunk's keys: [n, num_kv_heads, 1, width]."""
+        assert scales is not None
+        heads = torch.arange(self.spec.num_kv_heads).unsqueeze(1)
+        return scales[chunk.block.unsqueeze(1), heads, chunk.offset.unsqueeze(1)].unsqueeze(2)
 
     def _gather(self, name: str, pages: Tensor, chunk: Chunk) -> Tensor:
         """K or V of a chunk, [n * num_kv_heads, width, head_dim | value_dim] float32, in scratch memory."""
@@ -112,12 +167,14 @@ class _Layer:
             return stored
         return self.plan.workspace.scratch(name, shape, torch.float32).copy_(stored)
 
-    def _scores(self, tile: Tile, chunk: Chunk, q: Tensor, k: Tensor) -> Tensor:
+    def _scores(self, tile: Tile, chunk: Chunk, q: Tensor, q_scale: Tensor | None, k: Tensor) -> Tensor:
         """Scores [n, num_kv_heads, rows_per_seq, group_size, width] with soft cap and position bias, unmasked."""
         spec, (n, rows) = self.spec, tile.rows.shape
         scores = self.plan.workspace.scratch("scores", (q.shape[0], q.shape[1], k.shape[1]), torch.float32)
         torch.bmm(q, k.transpose(1, 2), out=scores)
         scores = scores.view(n, spec.num_kv_heads, rows, spec.group_size, -1)
+        if q_scale is not None:
+            scores.mul_(q_scale).mul_(self._row_scales(self.cache.k_descale, chunk).unsqueeze(2))
         if spec.logits_soft_cap is not None:
             scores.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
         if self.operands.alibi_slopes is not None:
