@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -34,6 +34,7 @@ class LayerCache:
 
     Raises:
         ValueError: the shapes do not belong together, or a last dimension is not contiguous.
+        TypeError: no format stores K and V so.
         Unsupported: a scale for numbers that need none.
     """
 
@@ -41,6 +42,8 @@ class LayerCache:
     v_cache: Tensor
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    format: KVFormat = field(init=False, compare=False)
+    """How K and V are stored."""
 
     def __post_init__(self) -> None:
         k, v = self.k_cache, self.v_cache
@@ -63,6 +66,13 @@ class LayerCache:
         for name, pages, descale in (("k", k, self.k_descale), ("v", v, self.v_descale)):
             if descale is not None:
                 _check_descale(name, pages, descale)
+        found = KVFormat.of_pages(k.dtype, v.dtype, self.v_descale is not None and self.v_descale.ndim == 3)
+        if found is None:
+            raise TypeError(
+                f"no cache format has K of {k.dtype} and V of {v.dtype}; each must be float16, bfloat16 or float32, "
+                f"or both as one of {', '.join(EIGHT_BIT_FORMATS)} has them"
+            )
+        object.__setattr__(self, "format", found)
 
     @property
     def num_blocks(self) -> int:
@@ -75,22 +85,6 @@ class LayerCache:
     @property
     def num_kv_heads(self) -> int:
         return self.k_cache.shape[2]
-
-    @property
-    def format(self) -> KVFormat:
-        """How K and V are stored.
-
-        Raises:
-            TypeError: in no known way.
-        """
-        v_scaled_by_row = self.v_descale is not None and self.v_descale.ndim == 3
-        found = KVFormat.of_pages(self.k_cache.dtype, self.v_cache.dtype, v_scaled_by_row)
-        if found is None:
-            raise TypeError(
-                f"no cache format has K of {self.k_cache.dtype} and V of {self.v_cache.dtype}; each must be float16, "
-                f"bfloat16 or float32, or both as one of {', '.join(EIGHT_BIT_FORMATS)} has them"
-            )
-        return found
 
     def descales_of_seqs(self, num_seqs: int) -> tuple[Tensor | None, Tensor | None]:
         """fp8's static scales as views [num_seqs, num_kv_heads], whatever they are given per; None: 1."""

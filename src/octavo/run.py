@@ -90,7 +90,7 @@ def run(
         Unsupported: no kernel serves this spec, dtype, format and device.
     """
     check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
-    family = kernels.select(spec, q.device, q.dtype, kv_format=cache.format)
+    family = kernels.for_device(q.device)
     n = plan.num_tokens
     operands = Operands(q, cache, alibi_slopes, sinks, q_descale)
     result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
