@@ -42,7 +42,7 @@ def test_without_a_gpu_the_model_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_that_is_not_served_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("octavo.backend.kernels.unsupported", lambda *arguments: "it is too old")
+    monkeypatch.setattr("octavo.backend.kernels.unsupported", lambda *arguments, **named: "it is too old")
     with pytest.warns(RuntimeWarning, match="the model runs on the CPU: it is too old"):
         assert best_device() == torch.device("cpu")
 

@@ -47,7 +47,7 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
     else:
         if HAS_NUMBA and kv_format.is_eight_bit:
             _say_plain(kv_format.name)
-        plain.attend(spec, plan, launch, operands, state)
+        plain.attend(spec, plan, launch, operands, state, merge)
 
 
 @cache

@@ -8,10 +8,11 @@ of this size costs a page fault every 4 KiB.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.plain.merge import merge
 from octavo.kernels.cpu.plain.pages import as_matrix, row_strides
 from octavo.kernels.cpu.plain.tiles import Chunk, Tile, make_tile, tiles
 from octavo.launch import Launch, Operands, Plan, State
@@ -25,8 +26,10 @@ def attend(
     launch: Launch,
     operands: Operands,
     state: State,
+    merge: Callable[[State, Tensor | None, State], None],
 ) -> None:
-    """Run one launch; arguments as in `kernels.cpu.attend`."""
+    """Run one launch; arguments as in `kernels.cpu.attend`, and the merge that the plan's parts meet later: a sink must
+    join by the same arithmetic, whatever the number of parts."""
     layer, sinks = _Layer(spec, plan, operands), operands.sinks
     for tile in tiles(spec, plan, launch):
         out, lse = layer.attend(tile)
@@ -35,7 +38,7 @@ def attend(
         if sinks is not None:
             part = State(out.flatten(0, 1)[None], lse.flatten(0, 1)[None])
             assert part.lse is not None
-            merge(part, sinks, part, part.out.shape[1])
+            merge(part, sinks, part)
             out, lse = part.out.view(out.shape), part.lse.view(lse.shape)
         tile.put(state.out[tile.split], out)
         if state.lse is not None:
