@@ -25,11 +25,13 @@ class Binary:
         name: of the kernel.
         shared: bytes of shared memory, the dynamic part included.
         spilled: bytes (NVIDIA: of stack; AMD: of scratch memory) that a thread keeps outside registers.
+        registers: of a thread.
     """
 
     name: str
     shared: int
     spilled: int
+    registers: int
 
 
 def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
@@ -47,7 +49,7 @@ def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
         patch.setattr(JITFunction, "run", only_compile)
         call()
     assert all(kernels), "a kernel was not compiled"
-    return [Binary(kernel.name, kernel.metadata.shared, _spilled(kernel.asm)) for kernel in kernels]
+    return [Binary(kernel.name, kernel.metadata.shared, *_needed(kernel.asm)) for kernel in kernels]
 
 
 def pretended(gpu: str) -> SimpleNamespace:
@@ -63,9 +65,14 @@ def pretended(gpu: str) -> SimpleNamespace:
     )
 
 
-def _spilled(asm: dict[str, Any]) -> int:
+def _needed(asm: dict[str, Any]) -> tuple[int, int]:
+    """Bytes spilled and registers."""
     if "cubin" not in asm:
-        return max(int(n) for n in re.findall(r"\.private_segment_fixed_size:\s*(\d+)", asm["amdgcn"]))
+        spilled, registers = (
+            max(int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", asm["amdgcn"]))
+            for name in ("private_segment_fixed_size", "vgpr_count")
+        )
+        return spilled, registers
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -73,4 +80,5 @@ def _spilled(asm: dict[str, Any]) -> int:
         file.write(asm["cubin"])
         file.flush()
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return max(int(stack) + int(local) for stack, local in re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", told.stdout))
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told.stdout)
+    return max(int(stack) + int(local) for _, stack, local in found), max(int(n) for n, _, _ in found)

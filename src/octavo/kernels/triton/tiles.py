@@ -99,10 +99,13 @@ def _wanted(shape: Shape) -> Tile:
         return Tile(rows, 64 if width <= 128 else 32, 4, 5)
     if shape.max_rows > 8:
         return Tile(rows, 64 if width <= 128 else 32, 4, 7)
-    # Two of these fit a multiprocessor. Where three did, the pieces of a step crowded a part of the device.
+    # Two of these fit a multiprocessor. Where three do, the pieces of a step crowd a part of the device: 8 % more for
+    # 32 sequences of 8k. With a limit the compiler uses that many registers, without one perhaps so few that three fit.
     if width > 128:
         return Tile(rows, 64, 4, 3)
-    return Tile(rows, 128, 4, 3 if width > 64 else 5)
+    if width > 64:
+        return Tile(rows, 128, 4, 3, 232 if shape.warpgroups else None)
+    return Tile(rows, 128, 4, 5)
 
 
 def _rows(shape: Shape) -> int:
