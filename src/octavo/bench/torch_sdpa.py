@@ -79,9 +79,14 @@ class Operands:
 
 
 def unsupported(problem: Problem) -> str | None:
-    spec, case = problem.spec, problem.case
     if problem.q.device.type != "cpu":
         return f"this form of it is for CPUs, the problem is on {problem.q.device}"
+    return lacking(problem)
+
+
+def lacking(problem: Problem) -> str | None:
+    """What PyTorch's attention cannot do on any device; None: nothing that the problem needs."""
+    spec, case = problem.spec, problem.case
     if case.cache_dtype not in (None, case.dtype):
         return f"q is {case.dtype}, K and V are {case.cache_dtype}"
     features = {"soft cap": spec.logits_soft_cap is not None, "ALiBi": spec.alibi is not None, "sinks": spec.sinks}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.bench.cases import Problem
-from octavo.bench.torch_sdpa import attend, gather, pieces
+from octavo.bench.torch_sdpa import attend, gather, lacking, pieces
 from octavo.errors import Unsupported
 
 Kernel = Literal["flash", "cudnn"]
@@ -25,16 +25,10 @@ KERNELS: dict[Kernel, SDPBackend] = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn
 
 
 def unsupported(problem: Problem) -> str | None:
-    spec, case = problem.spec, problem.case
-    if case.cache_dtype not in (None, case.dtype):
-        return f"q is {case.dtype}, K and V are {case.cache_dtype}"
-    features = {"soft cap": spec.logits_soft_cap is not None, "ALiBi": spec.alibi is not None, "sinks": spec.sinks}
-    for name, wanted in features.items():
-        if wanted:
-            return f"it has no {name}"
-    if any(bool((piece.lo == piece.hi).any()) for piece in pieces(case)):
-        return "a row sees no key, for which it gives NaN"
-    if any(piece.form == "masked" for piece in pieces(case)):
+    reason = lacking(problem)
+    if reason is not None:
+        return reason
+    if any(piece.form == "masked" for piece in pieces(problem.case)):
         return "it would need a mask of numbers: rows see different keys and are no whole prompt"
     if problem.q.device.type != "cuda":
         return f"it is for CUDA devices, the problem is on {problem.q.device}"

@@ -21,8 +21,8 @@ def current_stream(device: torch.device) -> int:
 def again(compiled: Any, grid: tuple[int, int, int], stream: int) -> Callable[..., None]:
     """A launch of a compiled kernel that wants the kernel's arguments, constants included; tensors may be addresses.
 
-    It is what Triton's own launch ends with. The hooks of Triton's profiler do not hear of it: looking for them costs
-    2 us a launch.
+    It is what Triton's own launch ends with. The hooks of Triton's profiler do not hear of it: looking for them
+    costs the host time at every launch.
     """
     run = compiled.run  # loads the kernel
     return partial(run, *grid, stream, compiled.function, compiled.packed_metadata, None, None, None)
