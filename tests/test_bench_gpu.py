@@ -28,15 +28,17 @@ from octavo.bench.plot import missing as plot_missing
 from octavo.bench.plot import plot
 from octavo.bench.providers import OCTAVO, PROVIDERS, Provider
 from octavo.bench.report import HEADER, Row, tables
-from octavo.bench.work import is_decode
+from octavo.bench.work import is_decode, work
 from octavo.cli import main
 from octavo.errors import Unsupported
+from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.spec import AttentionSpec
 from tolerance import assert_within, eager, exact
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
 DECODE = Case("decode", SPEC, (1,) * 3, (40, 300, 7))
 PREFILL = Case("prefill", SPEC, (50, 50), (50, 50))
+FP8 = {"kv_format": "fp8_e4m3", "fp8_scales": False}
 CPU = torch.device("cpu")
 MACHINE = Machine(device="a card", cores=2, octavo="1", torch="2", numba=None, triton="3")
 
@@ -94,6 +96,12 @@ def test_a_peer_refuses_a_problem_on_a_cpu(provider: Provider) -> None:
         (lambda p: flash_infer.unsupported("fa2", p), replace(PREFILL, spec=replace(SPEC, sinks=True)), "sinks"),
         (lambda p: flash_infer.unsupported("fa2", p), replace(PREFILL, query_lens=(50, 0)), "no new token"),
         (lambda p: flash_infer.unsupported("fa2", p), DECODE, "more than one new token"),
+        (lambda p: flash_infer.unsupported("tensor-cores", p), replace(DECODE, kv_format="int8_k"), "no cache format"),
+        (lambda p: flash_infer.unsupported("tensor-cores", p), replace(DECODE, kv_format="fp8"), "without scales"),
+        (lambda p: flash_infer.unsupported("fa3", p), replace(PREFILL, **FP8), "16-bit pages"),
+        (lambda p: flash_attn3.unsupported("best", p), replace(PREFILL, **FP8), "16 bits, not with fp8"),
+        (torch_sdpa_gpu.unsupported, replace(PREFILL, **FP8), "no cache format fp8"),
+        (vllm_triton.unsupported, replace(PREFILL, **FP8), "int8_per_token_head"),
         (lambda p: flash_infer.unsupported("cuda-cores", p), PREFILL, "for one new token"),
         (lambda p: flash_attn3.unsupported("best", p), replace(PREFILL, dtype=torch.float16), "bf16"),
         (lambda p: flash_attn3.unsupported("best", p), replace(PREFILL, spec=replace(SPEC, window_left=9)), "windows"),
@@ -165,6 +173,23 @@ def test_octavo_plans_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> No
     for problem, call in zip(layers, OCTAVO.calls(layers), strict=True):
         assert judge(problem, truth(problem), call()).wrong is None
     assert len(planned) == 1
+
+
+@pytest.mark.parametrize("kv_format", EIGHT_BIT_FORMATS)
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.name)
+def test_eight_bit_pages_are_judged_by_what_they_stand_for(case: Case, kv_format: str) -> None:
+    problem = build(replace(case, kv_format=kv_format))
+    true = truth(problem)
+    out = OCTAVO.prepare(problem)()
+    assert judge(problem, true, out).wrong is None
+    assert judge(problem, true, out * 1.2).wrong is not None
+
+
+def test_eight_bit_pages_are_counted_with_the_scales_of_rows() -> None:
+    """Bytes of a token and KV head at width 128, as docs/numerics.md has them."""
+    sizes = {"auto": 512, "fp8_e4m3": 256, "fp8_e5m2": 256, "int8_kv": 260, "int8_k": 388, "int8_per_token": 264}
+    for kv_format, row_bytes in sizes.items():
+        assert work(replace(DECODE, kv_format=kv_format)).kv_bytes == 347 * 2 * row_bytes
 
 
 # Which cases

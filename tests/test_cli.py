@@ -331,7 +331,7 @@ def test_every_option_reaches_the_engine(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine, "LLM", llm)
     sampling = "--max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --min-p 0.1 --repetition-penalty 1.2 --seed 9"
     cache = "--dtype bfloat16 --kv-format float16 --device cpu --block-size 8 --cache-memory 1MiB"
-    batch = "--max-num-seqs 5 --max-num-batched-tokens 6 --max-model-len 7 --no-prefix-cache"
+    batch = "--max-num-seqs 5 --max-num-batched-tokens 6 --max-model-len 7 --no-prefix-cache --kv-scales s.safetensors"
     flags = "--stop a --stop b --ignore-eos --logprobs 2 --json"
     code, _, err = run("generate", "hello", "--model", "m", *" ".join([sampling, cache, batch, flags]).split())
     assert code == 2
@@ -352,6 +352,7 @@ def test_every_option_reaches_the_engine(run: Run, monkeypatch: pytest.MonkeyPat
         "model": "m",
         "dtype": "bfloat16",
         "kv_format": "float16",
+        "kv_scales": Path("s.safetensors"),
         "device": "cpu",
         "block_size": 8,
         "num_blocks": None,

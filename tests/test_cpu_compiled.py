@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from numba import njit
 import octavo
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
+from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.kernels import cpu
-from octavo.kernels.cpu import compiled, plain, simd
+from octavo.kernels.cpu import compiled, plain, simd, stored
+from octavo.kernels.cpu.simd_eight_bit import E4M3_UNIT
 from octavo.launch import State
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention, assert_same_bits, assert_within
@@ -80,6 +83,72 @@ def test_rounding_to_sixteen_bits_is_torch_s() -> None:
         assert torch.equal(found.nan_to_num(123.0), x.to(found.dtype).nan_to_num(123.0))
 
 
+@njit
+def _load_all(source, ones, pairs, tag):
+    for i in range(0, 256, 16):
+        for j in (i, i + 8):
+            simd.store(ones + j * 4, stored.load(source + j, tag))
+        x, y = stored.load_pair(source + i, tag)
+        x, y = stored.from_pair(x, y, tag)
+        simd.store(pairs + i * 4, x)
+        simd.store(pairs + i * 4 + 32, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
+    ones, pairs = torch.empty(2, 256)
+    _load_all(*(np.int64(x.data_ptr()) for x in (codes, ones, pairs)), stored.TAGS[dtype])
+    unit = E4M3_UNIT if dtype == torch.float8_e4m3fn else 1.0
+    for found in (ones, pairs):
+        assert torch.equal((found * unit).nan_to_num(7777.0), codes.float().nan_to_num(7777.0))
+
+
+EDGES = torch.tensor(
+    [0.0, -0.0, 1.0, 127.0, 0.5, 1.5, -2.5, 126.5, 1e-45, -1e-40, 2**-9, 2**-10, 3 * 2**-10, 2**-17, 448.0, 464.0, 1e30]
+)
+BAD = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EIGHT_BIT_FORMATS)
+def test_append_to_eight_bits_is_pytorch_s(name: str, source: torch.dtype) -> None:
+    """Ties, denormal numbers and scales, zeros, rows with NaN and infinities, all float32 there are a few of; behind
+    strides, and rows that must stay."""
+    random = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (40, 3, 40), generator=random).to(torch.int32).view(torch.float32)
+    edges = EDGES[torch.randint(len(EDGES), (80, 3, 40), generator=random)]
+    tiny = torch.randn(20, 3, 40, generator=random) * 2.0 ** torch.randint(-149, 127, (20, 3, 1), generator=random)
+    normal = torch.randn(60, 3, 40, generator=random)
+    new = torch.cat([bits, edges, edges[:20] * 0, tiny, normal, 1000 * normal])
+    rows, heads, width = (torch.randint(n, (40,), generator=random) for n in (len(new), 3, 40))
+    new[rows, heads, width] = BAD[torch.randint(4, (40,), generator=random)]
+    new = new.to(source)
+    k, v = new[..., :16], new.transpose(0, 1).contiguous().transpose(0, 1)[..., 16:]
+    slots = torch.randperm(41 * 8, generator=random)[: len(new)]
+    slots[::7] = -1
+    static = {}
+    if name.startswith("fp8"):
+        static = {"k_descale": torch.tensor([0.37, 2.0, 1e-3]), "v_descale": torch.tensor(0.7)}
+    if name == "int8_kv":
+        scale = torch.rand(3, 2 * 24, generator=random)[:, ::2] / 50
+        scale[1, 3], scale[2, 20], scale[0, 0] = 0, 1e-40, 3e38
+        static = {"v_descale": scale}
+    caches = []
+    for kernels in (compiled, plain):
+        pages = octavo.PagedKVCache(
+            num_layers=1, num_blocks=41, block_size=8, num_kv_heads=3, head_dim=16, value_dim=24, format=name
+        )
+        pages.pages.fill_(7)
+        layer = pages.layer(0, **static)
+        assert compiled.can_append(layer, k, v)
+        kernels.append(layer, k, v, slots)
+        if name == "int8_k":  # a NaN of 16 bits has many codes
+            layer.v_cache[layer.v_cache.isnan()] = torch.nan
+        caches.append(pages.pages)
+    assert torch.equal(*caches)
+
+
 LAYERS = [
     AttentionSpec(6, 2, 72, value_dim=40),
     AttentionSpec(4, 4, 8, value_dim=88, window_left=70, sinks=True),
@@ -95,6 +164,27 @@ def test_widths_that_are_odd_multiples_of_eight(spec: AttentionSpec, dtype: torc
     assert_attention(problem, *attend(problem, make_plan(problem)))
 
 
+@pytest.mark.parametrize("name", EIGHT_BIT_FORMATS)
+@pytest.mark.parametrize("spec", LAYERS)
+def test_widths_of_eight_bit_rows(spec: AttentionSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the 8-bit formats, NaN in codes and scales that nobody reads. Numba serves them all."""
+    monkeypatch.delattr(plain, "attend")
+    case = Case("odd", spec, (1, 3, 30, 65), (150, 3, 31, 200), dtype=torch.bfloat16, kv_format=name, order="NHD")
+    problem = build(case, poison=float("nan"))
+    assert_attention(problem, *attend(problem, make_plan(problem)))
+
+
+def test_k_and_v_of_different_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(plain, "attend")
+    problem = build(Case("mixed", AttentionSpec(6, 2, 72, value_dim=40), (1, 30), (150, 31), dtype=torch.float32))
+    cache = replace(problem.cache, k_cache=problem.cache.k_cache.bfloat16())
+    exact = replace(problem, cache=replace(cache, k_cache=cache.k_cache.float()))
+    for found, true in zip(
+        attend(replace(problem, cache=cache), make_plan(problem)), attend(exact, make_plan(problem)), strict=True
+    ):
+        assert_within("mixed", found, true.double(), true)
+
+
 WIDE = """
 import os
 import llvmlite.binding
@@ -102,16 +192,18 @@ found = llvmlite.binding.get_host_cpu_features()
 os.environ["NUMBA_CPU_FEATURES"] = found.flatten()  # code for this machine, in vectors of two registers
 llvmlite.binding.get_host_cpu_features = lambda: type(found)({**found, "avx512f": True})
 from octavo.kernels.cpu import simd
-assert simd.WIDE == 16
+from octavo.kernels.cpu.simd_base import WIDE
+assert WIDE == 16
 import torch
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention
 torch.set_num_threads(1)
-for spec in (AttentionSpec(6, 2, 72, value_dim=40, window_left=33, sinks=True),
-             AttentionSpec(4, 1, 64, logits_soft_cap=20.0, alibi="linear")):
-    problem = build(Case("wide", spec, (1, 30, 65), (150, 31, 200), dtype=torch.float32), poison=float("nan"))
+for spec, name in ((AttentionSpec(6, 2, 72, value_dim=40, window_left=33, sinks=True), "int8_per_token"),
+                   (AttentionSpec(4, 1, 64, logits_soft_cap=20.0, alibi="linear"), "auto")):
+    case = Case("wide", spec, (1, 30, 65), (150, 31, 200), dtype=torch.float32, kv_format=name)
+    problem = build(case, poison=float("nan"))
     assert_attention(problem, *attend(problem, make_plan(problem)))
 """
 
@@ -149,8 +241,34 @@ def test_a_value_that_is_not_a_number_stays_with_its_rows(
         assert_within("the other rows", dirty[~sees], clean[~sees].double(), clean[~sees])
 
 
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("fp8_e4m3", "k"), ("fp8_e4m3", "v"), ("fp8_e5m2", "v"), ("int8_kv", "k"), ("int8_per_token", "v")],
+)
+def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str) -> None:
+    """The same where NaN is a code, or the scale of a row: of K it takes the LSE too."""
+    spec = AttentionSpec(6, 2, 16)
+    problem = build(Case("bad", spec, (20, 1, 1), (90, 90, 40), 8, dtype=torch.float32, kv_format=name))
+    plan = make_plan(problem)
+    clean, clean_lse = attend(problem, plan)
+    position, cache = 80, problem.cache
+    for seq in (0, 1):
+        block = problem.batch.block_table[seq, position // 8].long()
+        if name.startswith("fp8"):
+            getattr(cache, f"{which}_cache")[block, position % 8, 1] = torch.nan
+        else:
+            getattr(cache, f"{which}_descale")[block, 1, position % 8] = torch.nan
+    sees = torch.zeros(22, 6, dtype=torch.bool)
+    sees[10:21, 3:] = True
+    dirty, lse = attend(problem, plan)
+    assert not dirty[sees].isfinite().any()
+    assert bool(lse[sees].isnan().all()) == (which == "k")
+    assert_within("the other rows", dirty[~sees], clean[~sees].double(), clean[~sees])
+    assert_within("their LSE", lse[~sees], clean_lse[~sees].double(), clean_lse[~sees])
+
+
 def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> None:
-    """Numba watches one file; ours call functions of six."""
+    """Numba watches one file; ours call functions of ten."""
     package = Path(octavo.__file__).parent
     shutil.copytree(package, tmp_path / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
     code = """

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 import octavo
-from octavo.bench.cases import Case, build
 from octavo.cache import PLANE_ALIGNMENT, LayerCache, PagedKVCache, PageLayout
 from octavo.errors import Unsupported
-from octavo.formats import EIGHT_BIT_FORMATS, KVFormat, KVScales
-from octavo.kernels import cpu
-from octavo.spec import AttentionSpec
+from octavo.formats import EIGHT_BIT_FORMATS, KVFormat
 
 FACTS = {
     # k_scaled_by_row, v_scaled_by_row, v_scaled_by_channel, is_fp8, is_eight_bit, bytes per token and head at D=128
@@ -187,27 +182,3 @@ def test_scales_of_rows_are_not_given_twice() -> None:
         ValueError, match="v_descale must be None: pages of int8_per_token hold the scales of their rows"
     ):
         cache.layer(0, v_descale=torch.ones(2, 16))
-
-
-def test_static_scales_of_a_model() -> None:
-    scales = KVScales("int8_kv", None, (torch.ones(2, 16), torch.zeros(2, 16)))
-    assert scales.of_layer(1) == (None, scales.v[1])
-    scales.check(2, KVFormat.parse("int8_kv", torch.float32))
-    with pytest.raises(ValueError, match="v scales are for 2 layers, the model has 3"):
-        scales.check(3, KVFormat.parse("int8_kv", torch.float32))
-    with pytest.raises(ValueError, match="the scales are for 'int8_kv', the cache's format is 'fp8_e4m3'"):
-        scales.check(2, KVFormat.parse("fp8", torch.float32))
-
-
-def test_slow_kernels_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Numba serves the other formats, 8-bit pages are slower, and the first step of each format says it."""
-    problem = build(Case("slow", AttentionSpec(2, 1, 8), (1,), (9,), dtype=torch.float32, kv_format="int8_k"))
-    plan = octavo.Planner(num_q_heads=2, value_dim=8, block_size=16).plan(problem.batch)
-    monkeypatch.setattr(cpu, "HAS_NUMBA", True)
-    cpu._say_plain.cache_clear()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            octavo.run(plan, problem.spec, problem.q, problem.cache, torch.empty(1, 2, 8))
-    assert [str(warning.message).split(",")[0] for warning in said] == ["cache format int8_k runs in plain PyTorch"]
-    assert "no Numba kernels" in str(said[0].message)

@@ -101,12 +101,16 @@ CUTS = {
 }
 
 
+FORMATS = ("auto", "fp8_e4m3", "int8_kv", "int8_per_token")
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
 @pytest.mark.parametrize("new", [1, 4, 300])
-def test_a_step_does_not_wait(new: int, cut: str) -> None:
+def test_a_step_does_not_wait(new: int, cut: str, kv_format: str) -> None:
     """L05: making a plan, writing and attending copy nothing from the device and wait for nothing."""
     options = dict(CUTS[cut])
-    step = Step.of(decode(LENGTHS, new), batch_invariant=options.pop("batch_invariant", False))
+    step = Step.of(decode(LENGTHS, new, kv_format=kv_format), batch_invariant=options.pop("batch_invariant", False))
     batch = step.problem.batch
     k = torch.randn(batch.slot_mapping.numel(), 2, 64, dtype=torch.bfloat16, device="cuda")
 
@@ -125,14 +129,17 @@ def test_a_merge_does_not_wait() -> None:
         octavo.merge_states(outs, lses)
 
 
-@pytest.mark.parametrize("cut", ["default", "splits", "invariant"])
-def test_nothing_compiles_while_serving(cut: str) -> None:
+@pytest.mark.parametrize(
+    ("cut", "kv_format"),
+    [*((cut, "auto") for cut in ("default", "splits", "invariant")), ("default", "int8_kv"), ("default", "fp8_e4m3")],
+)
+def test_nothing_compiles_while_serving(cut: str, kv_format: str) -> None:
     """L04: after warming up, batches of 1, 8, 16 and 17 (values that Triton specialises on), lengths likewise."""
     options = dict(CUTS[cut])
     invariant = options.pop("batch_invariant", False)
 
     def serve(case: Case, before: bool = False) -> None:
-        step = Step.of(case, batch_invariant=invariant)
+        step = Step.of(replace(case, kv_format=kv_format), batch_invariant=invariant)
         if before:
             problem = step.problem
             sizes = {"max_num_seqs": 32, "max_seq_len": CAP, "prefixes": True, "lse": True}
@@ -168,10 +175,12 @@ def attend(step: Step, plan: Plan, out: Tensor) -> None:
     octavo.run(plan, problem.spec, problem.q, problem.cache, out, step.lse, sinks=problem.sinks)
 
 
-@pytest.mark.parametrize("cut", ["default", "invariant"])
-def test_a_graph_sees_plans_that_are_built_outside(cut: str) -> None:
+@pytest.mark.parametrize(
+    ("cut", "kv_format"), [*(("default", name) for name in FORMATS), ("invariant", "auto"), ("invariant", "int8_kv")]
+)
+def test_a_graph_sees_plans_that_are_built_outside(cut: str, kv_format: str) -> None:
     """J06, J11: an engine captures its layers and plans each step before the replay."""
-    step = Step.of(decode((CAP,) * 8), **CUTS[cut])
+    step = Step.of(decode((CAP,) * 8, kv_format=kv_format), **CUTS[cut])
     buffers = step.planner.buffers(max_num_tokens=32, max_num_seqs=32, max_seq_len=CAP)
     plan = with_lengths(step, buffers, (CAP,) * 8)
     attend(step, plan, step.out)
@@ -440,13 +449,14 @@ def run_twice(function: Callable[[], tuple[Tensor, Tensor]]) -> None:
         assert_same_bits(name, a, b)
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_same_bits_twice(cut: str) -> None:
+def test_the_same_bits_twice(cut: str, kv_format: str) -> None:
     """A moving result is a race."""
     options = dict(CUTS[cut])
     invariant = options.pop("batch_invariant", False)
     shared = tuple(group for level in options.get("prefix_levels", ()) for group in level)
-    step = Step.of(decode(LENGTHS, 4, shared=shared), batch_invariant=invariant)
+    step = Step.of(decode(LENGTHS, 4, shared=shared, kv_format=kv_format), batch_invariant=invariant)
 
     def once() -> tuple[Tensor, Tensor]:
         step.out.fill_(99.0)

@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors", "formats"},
     "launch": {"checks", "spec"},
     "reference": {"spec", "batch", "cache", "quantise"},
-    "calibration": FACTS,
+    "scales": {"formats"},
+    "calibration": FACTS | {"quantise", "scales"},
     "kernels": {"errors", "spec", "formats", "launch", "quantise"},
     "planner": {"checks", "launch", "batch", "spec", "formats", "kernels"},
     "run": {"checks", "errors", "launch", "kernels", "distributed", "cache", "formats", "spec"},
@@ -38,15 +39,15 @@ ALLOWED: dict[str, set[str]] = {
     "backend": BELOW_THE_BACKEND | {"kernels", "warm_up"},
     "bench": BELOW_THE_BACKEND | {"reference", "quantise"},
     "plugins": BELOW_THE_BACKEND | {"backend"},
-    "engine": BELOW_THE_BACKEND | {"backend"},
+    "engine": BELOW_THE_BACKEND | {"backend", "calibration", "scales"},
     # `doctor` prints what the public package, the backend and the dispatch say of themselves.
-    "cli": FACTS | {"bench", "engine", "plugins", "backend", "kernels", ""},
+    "cli": FACTS | {"bench", "scales", "engine", "plugins", "backend", "kernels", ""},
     "__main__": {"cli"},
 }
 """Part (module or package of octavo) to the parts that it may import ("": the public package).
 A package may import its own modules."""
 
-OPEN_TO_ALL = {"cli", "engine", "bench", "plugins", "calibration"}
+OPEN_TO_ALL = {"cli", "engine", "bench", "plugins", "calibration", "scales"}
 """Parts that may import more than torch and the standard library."""
 
 KERNEL_PACKAGES = {"triton": {"triton"}, "gluon": {"triton"}, "cpu": {"numpy", "numba", "llvmlite"}}

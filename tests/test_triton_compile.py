@@ -21,6 +21,8 @@ APPENDS = {
 }
 """dtypes of the new rows and of the pages, KV heads, head_dim, value_dim."""
 
+EIGHT_BIT_APPENDS = {"sm_80": "fp8_e4m3", "sm_90": "int8_kv", "sm_100": "fp8_e5m2", "gfx942": "int8_per_token"}
+
 MERGES = {
     "bf16": (torch.bfloat16, 128, True),
     "half": (torch.float16, 80, False),
@@ -43,6 +45,17 @@ def test_append(name: str, gpu: str) -> None:
     shape = {"num_layers": 1, "num_blocks": 2, "block_size": 16, "num_kv_heads": heads, "head_dim": head_dim}
     cache = PagedKVCache(**shape, value_dim=value_dim, dtype=stored).layer(0)
     k, v = (torch.zeros(3, heads, dim, dtype=new) for dim in (head_dim, value_dim))
+    check(gpu, compile_call(gpu, lambda: append(cache, k, v, torch.arange(3))))
+
+
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_append_of_eight_bit_pages(gpu: str) -> None:
+    from octavo.kernels.triton.append import append
+
+    name = EIGHT_BIT_APPENDS[gpu]
+    pages = PagedKVCache(num_layers=1, num_blocks=2, block_size=16, num_kv_heads=8, head_dim=128, format=name)
+    cache = pages.layer(0, v_descale=torch.ones(8, 128) if name == "int8_kv" else None)
+    k, v = torch.zeros(2, 3, 8, 128, dtype=torch.bfloat16)
     check(gpu, compile_call(gpu, lambda: append(cache, k, v, torch.arange(3))))
 
 

@@ -10,15 +10,33 @@ from octavo.cli.warmup import compile_kernels
 from octavo.kernels.cpu import jobs
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_every_kernel_of_a_dtype_is_compiled(name: str) -> None:
-    assert compile_kernels(name) > 0
-    assert jobs._MADE.keys() >= {f"attend_{name}", "append", "merge"}
+@pytest.mark.parametrize(
+    ("name", "dtype", "attend"),
+    [
+        ("float32", "float32", "attend_float32_float32"),
+        ("bfloat16", "bfloat16", "attend_bfloat16_bfloat16"),
+        ("float16", "float16", "attend_float16_float16"),
+        ("fp8_e4m3", "bfloat16", "attend_float8_e4m3fn_float8_e4m3fn"),
+        ("fp8_e5m2", "bfloat16", "attend_float8_e5m2_float8_e5m2"),
+        ("int8_kv", "bfloat16", "attend_int8_int8"),
+        ("int8_per_token", "bfloat16", "attend_int8_int8"),
+        ("int8_k", "float16", "attend_int8_float16"),
+    ],
+)
+def test_every_kernel_of_a_format_is_compiled(name: str, dtype: str, attend: str) -> None:
+    jobs._MADE.clear()
+    assert compile_kernels(name, dtype) > 0
+    assert jobs._MADE.keys() == {attend, "append", "merge"}
 
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", "--dtype", "float8"]) == 2
     assert "unknown dtype 'float8'; known dtypes: " in capsys.readouterr().err
+
+
+def test_an_unknown_format_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "--kv-format", "int4"]) == 2
+    assert "unknown 8-bit format 'int4'; known formats: fp8_e4m3, " in capsys.readouterr().err
 
 
 def test_without_numba_it_says_what_to_install(

@@ -190,10 +190,13 @@ class Impl:
         alibi_slopes: [num_q_heads] float or None, iff spec.alibi.
         sinks: [num_q_heads] float or None, iff spec.sinks.
         shares_kv: the layer reads the pages of another layer and writes none.
+        k_offset: float32 [num_kv_heads, head_dim], subtracted from K before it is stored, so that the int8 formats lose
+            less where channels of K lie far from zero. Softmax does not see it, as it moves all scores of a row alike;
+            `forward` puts it back into the LSE. None: nothing is subtracted.
 
     Raises:
         ValueError: tensors and spec do not fit.
-        Unsupported: the kind contradicts the spec.
+        Unsupported: the kind contradicts the spec, or the softmax would see the offset.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class Impl:
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         shares_kv: bool = False,
+        k_offset: Tensor | None = None,
     ) -> None:
         for name, term, wanted in (
             ("alibi_slopes", alibi_slopes, spec.alibi is not None),
@@ -218,6 +222,9 @@ class Impl:
         self.shares_kv = shares_kv
         self.alibi_slopes = None if alibi_slopes is None else alibi_slopes.float()
         self.sinks = None if sinks is None else sinks.float()
+        self.k_offset = k_offset
+        if k_offset is not None:
+            _check_offset(spec, k_offset, kind)
 
     def update_cache(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan | None) -> None:
         """Write new keys and values [>= num_slots, num_kv_heads, head_dim | value_dim] into their pages.
@@ -225,7 +232,7 @@ class Impl:
         A layer that shares another's pages writes nothing, nor does a step without slots or plan.
         """
         if not self.shares_kv and plan is not None and plan.slot_mapping is not None:
-            append(cache, k, v, plan.slot_mapping)
+            append(cache, k if self.k_offset is None else k.float() - self.k_offset, v, plan.slot_mapping)
 
     def forward(
         self,
@@ -270,6 +277,34 @@ class Impl:
             sinks=self.sinks,
             q_descale=q_descale,
         )
+        if lse is not None and self.k_offset is not None and plan.launches:
+            _restore_lse(plan, self.spec, q, self.k_offset, lse)
+
+
+def _check_offset(spec: AttentionSpec, k_offset: Tensor, kind: AttentionKind) -> None:
+    """An offset of K must fit, and must move all that a row's softmax weighs alike."""
+    if spec.logits_soft_cap is not None:
+        raise Unsupported(
+            "K's offset and a soft cap exclude each other: the cap bends scores that were moved differently"
+        )
+    if spec.sinks:
+        raise Unsupported("K's offset and sinks exclude each other: the offset moves the scores of keys, not the sink")
+    if kind in ("encoder", "encoder_only"):
+        raise Unsupported(f"K's offset is for pages; a layer of kind {kind!r} attends to raw keys")
+    shape = (spec.num_kv_heads, spec.head_dim)
+    if k_offset.dtype != torch.float32 or tuple(k_offset.shape) != shape:
+        raise ValueError(f"k_offset must be float32 {shape}, got {k_offset.dtype} {tuple(k_offset.shape)}")
+
+
+def _restore_lse(plan: Plan, spec: AttentionSpec, q: Tensor, k_offset: Tensor, lse: Tensor) -> None:
+    """Add what the offset took off the scores, scale * (q . offset), to the LSE of rows that belong to a sequence."""
+    n = plan.num_tokens
+    grouped = q[:n].float().reshape(n, spec.num_kv_heads, spec.group_size, spec.head_dim)
+    moved = torch.einsum("nhgd,hd->nhg", grouped, k_offset).flatten(1) * spec.scale
+    starts, rows = plan.launches[-1].query_start_loc, torch.arange(n, device=q.device)
+    belongs = (rows >= starts[0]) & (rows < starts[-1])
+    # A row that sees no key has LSE -inf whatever its q is.
+    lse[:n] = torch.where(belongs[:, None] & (lse[:n] > -torch.inf), lse[:n] + moved, lse[:n])
 
 
 def window_radii(sliding_window: int | None, kind: AttentionKind = "decoder") -> tuple[int | None, int | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from octavo.checks import facts as facts_of
 from octavo.errors import Unsupported
 from octavo.formats import EIGHT_BIT_FORMATS, KVFormat
 
@@ -44,6 +45,10 @@ class LayerCache:
     v_descale: Tensor | None = None
     format: KVFormat = field(init=False, compare=False)
     """How K and V are stored."""
+    facts: object = field(init=False, compare=False, repr=False)
+    """What checks look at: caches with equal facts pass the same ones."""
+    memo: dict[tuple[Any, ...], Any] = field(init=False, compare=False, repr=False, default_factory=dict)
+    """What kernels and checks worked out for writing these pages and need again."""
 
     def __post_init__(self) -> None:
         k, v = self.k_cache, self.v_cache
@@ -73,6 +78,7 @@ class LayerCache:
                 f"or both as one of {', '.join(EIGHT_BIT_FORMATS)} has them"
             )
         object.__setattr__(self, "format", found)
+        object.__setattr__(self, "facts", tuple(facts_of(x) for x in (k, v, self.k_descale, self.v_descale)))
 
     @property
     def num_blocks(self) -> int:

@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 
+def facts(value: object) -> object:
+    """All of an argument that checks look at, if they do not read its numbers: equal facts pass the same checks."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return type(value), value.shape, value.stride(), value.dtype, value.device
+
+
+def facts_of_row(value: object) -> object:
+    """The same without the number of rows."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return type(value), value.shape[1:], value.stride(), value.dtype, value.device
+
+
 def check_tensors(**named: object) -> None:
     """Every argument must be a tensor.
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from octavo.errors import Unsupported
 
@@ -32,8 +31,18 @@ EIGHT_BIT_FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8_kv", "int8_k", "int8_per_toke
 ALIASES = {"fp8": "fp8_e4m3"}
 """Other names of formats."""
 
-HOW_TO_CALIBRATE = "run `octavo calibrate` for the model, or use int8_per_token, which needs no scales"
-"""What to do when int8_kv has no scales."""
+
+def how_to_calibrate(model: str = "MODEL") -> str:
+    """What to do when int8_kv has no scales: the command to run for a model of that name."""
+    command = f"octavo calibrate {model} --kv-format int8_kv --out scales.safetensors"
+    return (
+        f"run `{command}` and give the file (--kv-scales scales.safetensors, LLM(kv_scales=...)), "
+        f"or use int8_per_token, which needs no scales"
+    )
+
+
+HOW_TO_CALIBRATE = how_to_calibrate()
+"""The same where the model's name is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +125,3 @@ class KVFormat:
             if (found.k_dtype, found.v_dtype, found.v_scaled_by_row) == (k_dtype, v_dtype, v_scaled_by_row):
                 return found
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class KVScales:
-    """The static scales of a model's layers, as calibration finds them.
-
-    Args:
-        format: name of the format that they are for.
-        k: per attention layer, in the model's order: for fp8 float32 [] or [num_kv_heads]; None: K needs none.
-        v: likewise; for int8_kv float32 [num_kv_heads, value_dim].
-    """
-
-    format: str
-    k: tuple[Tensor, ...] | None
-    v: tuple[Tensor, ...] | None
-
-    def of_layer(self, index: int) -> tuple[Tensor | None, Tensor | None]:
-        """(k_descale, v_descale) of one layer."""
-        return None if self.k is None else self.k[index], None if self.v is None else self.v[index]
-
-    def check(self, num_layers: int, format: KVFormat) -> None:
-        """Raise ValueError unless these are scales of `format` for that many attention layers."""
-        if self.format != format.name:
-            raise ValueError(f"the scales are for {self.format!r}, the cache's format is {format.name!r}")
-        for name, scales in (("k", self.k), ("v", self.v)):
-            if scales is not None and len(scales) != num_layers:
-                raise ValueError(f"{name} scales are for {len(scales)} layers, the model has {num_layers}")

@@ -93,7 +93,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         scale is 0) has scale 0 and values 0; a row with a NaN or an infinity has scale NaN and values 0.
     """
     x = x.float()
-    scale = x.abs().amax(-1) / INT8_MAX
+    largest = x.abs().amax(-1)
+    scale = largest / torch.full_like(largest, INT8_MAX)  # by a plain number, a GPU would multiply by its reciprocal
     scale = scale.masked_fill(~scale.isfinite(), torch.nan)
     return quantise_channels(x, scale.unsqueeze(-1)), scale
 

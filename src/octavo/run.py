@@ -7,14 +7,21 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.cache import LayerCache
-from octavo.checks import check_block_table, check_device, check_index, check_optional_tensors, check_tensors
+from octavo.checks import (
+    check_block_table,
+    check_device,
+    check_index,
+    check_optional_tensors,
+    check_tensors,
+    facts,
+    facts_of_row,
+)
 from octavo.errors import Unsupported
 from octavo.formats import FP8_FORMATS, HOW_TO_CALIBRATE, KVFormat
 from octavo.launch import Operands, Plan, State
 from octavo.spec import AttentionSpec
 
 
-@torch.no_grad()
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values into their pages.
 
@@ -26,8 +33,22 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
 
     Raises:
         TypeError, ValueError: a shape, dtype, device or (on CPU) slot does not fit; nothing is written then.
-        Unsupported: no kernel writes this format on this device.
+        Unsupported: no kernels run on this device.
     """
+    # Checks that do not read numbers take longer than a launch; once for arguments of a kind is enough.
+    call = ("append", facts_of_row(k), facts_of_row(v), facts_of_row(slot_mapping))
+    family = cache.memo.get(call)
+    if family is None or min(k.shape[0], v.shape[0]) < slot_mapping.shape[0]:
+        _check_append(cache, k, v, slot_mapping)
+        family = cache.memo[call] = kernels.for_device(k.device)
+    if slot_mapping.device.type == "cpu" and slot_mapping.numel():
+        slots, last = cache.num_blocks * cache.block_size, int(slot_mapping.max())
+        if last >= slots:
+            raise ValueError(f"slot_mapping holds {last}, the cache has {slots} slots")
+    family.append(cache, k, v, slot_mapping)
+
+
+def _check_append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     check_tensors(k=k, v=v)
     check_index("slot_mapping", slot_mapping, 1, torch.int64)
     num_slots = slot_mapping.shape[0]
@@ -48,13 +69,8 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
                 f"{name} must be one number or [num_kv_heads] to write, as slots do not tell the sequence, "
                 f"got {tuple(descale.shape)}"
             )
-    slots = cache.num_blocks * cache.block_size
-    if slot_mapping.device.type == "cpu" and num_slots and int(slot_mapping.max()) >= slots:
-        raise ValueError(f"slot_mapping holds {int(slot_mapping.max())}, the cache has {slots} slots")
-    kernels.for_device(k.device, kv_format).append(cache, k, v, slot_mapping)
 
 
-@torch.no_grad()
 def run(
     plan: Plan,
     spec: AttentionSpec,
@@ -89,11 +105,18 @@ def run(
         TypeError, ValueError: an argument does not fit; nothing is written then.
         Unsupported: no kernel serves this spec, dtype, format and device.
     """
-    check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
-    family = kernels.for_device(q.device)
+    # The layers of a model are of one kind or a few, and checking each of them takes as long as launching.
+    terms = (facts(alibi_slopes), facts(sinks), facts(q_descale))
+    call = ("run", spec, cache.facts, facts(q), facts(out), facts(lse), *terms)
+    family = plan.memo.get(call)
+    if family is None:
+        check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
+        family = kernels.for_device(q.device)
+        if not reads_tables(plan):
+            plan.memo[call] = family
     n = plan.num_tokens
     operands = Operands(q, cache, alibi_slopes, sinks, q_descale)
-    result = State(out[:n].unsqueeze(0), None if lse is None else lse[:n].unsqueeze(0))
+    result = State(_rows(out, n), None if lse is None else _rows(lse, n))
     if plan.num_states <= 1:
         for launch in plan.launches:
             family.attend(spec, plan, launch, operands, result)
@@ -105,6 +128,11 @@ def run(
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
         family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]))
     family.merge(parts, sinks, result, plan.launches[-1].query_start_loc)
+
+
+def _rows(x: Tensor, n: int) -> Tensor:
+    """The first n rows, as one part."""
+    return x.unsqueeze(0) if x.shape[0] == n else x[:n].unsqueeze(0)
 
 
 @torch.no_grad()
@@ -171,6 +199,11 @@ def check_run(
     _check_head_terms(plan, spec, alibi_slopes, sinks, q.device)
 
 
+def reads_tables(plan: Plan) -> bool:
+    """Whether `check_run` compares the plan's tables with the cache: they may have changed since the last layer."""
+    return plan.num_blocks is None and plan.check and bool(plan.launches)
+
+
 def _check_rows(plan: Plan, spec: AttentionSpec, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
     n, heads = plan.num_tokens, spec.num_q_heads
     for name, rows, width in (("q", q, spec.head_dim), ("out", out, spec.v_dim)):
@@ -201,7 +234,7 @@ def _check_cache(plan: Plan, spec: AttentionSpec, cache: LayerCache) -> None:
         raise ValueError(f"the cache has block_size {cache.block_size}, the plan was made for {plan.block_size}")
     if plan.num_blocks is not None and cache.num_blocks < plan.num_blocks:
         raise ValueError(f"the cache has {cache.num_blocks} blocks, the plan was made for {plan.num_blocks}")
-    if plan.num_blocks is None and plan.check and plan.launches:
+    if reads_tables(plan):
         kv_lens = plan.launches[-1].kv_splits[:, -1]
         check_block_table(plan.block_table, kv_lens, plan.block_size, cache.num_blocks)
 

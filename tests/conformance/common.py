@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from conformance.harness import Cut, groups
 from octavo.bench.cases import Case
@@ -53,6 +54,23 @@ EIGHT_BIT_CASES = (
     small("int8-per-token-bfloat16", kv_format="int8_per_token", dtype=torch.bfloat16, order="NHD", block_size=16),
 )
 """Every 8-bit format, twice."""
+
+
+def hard_rows(width: int) -> Tensor:
+    """New K or V [11, 3, width >= 16] float32 that writers may get wrong: zeros, halves between two stored numbers,
+    what is small, large or no number."""
+    random = torch.Generator().manual_seed(width)
+    x = torch.randn(11, 3, width, generator=random) * 100
+    x[1] = 0
+    x[2, :, :9] = torch.tensor([127, 0.5, 1.5, -2.5, 63.5, 126.5, -0.49, 1e-3, 0.0])
+    x[3] *= 1e-30
+    x[4, 1, 5], x[5, 2, 7], x[6, 0, 3] = float("nan"), float("inf"), -float("inf")
+    x[7] = torch.linspace(-500, 500, x[7].numel()).view_as(x[7])
+    x[8] = 2.0 ** torch.linspace(-19, 15, x[8].numel()).view_as(x[8])
+    x[9] = (1 + torch.arange(x[9].numel()).view_as(x[9])) * 0.5**10
+    x[10] *= 1e-38
+    return x
+
 
 CUTS = {
     "whole": Cut(),

@@ -11,7 +11,8 @@ from engine import tiny
 from octavo.engine.errors import RequestError
 from octavo.engine.llm import LLM
 from octavo.engine.request import SamplingParams
-from octavo.formats import EIGHT_BIT_FORMATS, KVScales
+from octavo.formats import EIGHT_BIT_FORMATS
+from octavo.scales import KVScales
 
 GREEDY = SamplingParams(max_tokens=10)
 
@@ -166,7 +167,7 @@ def test_wrong_arguments() -> None:
         engine(max_model_len=513)
     with pytest.raises(ValueError, match="raise kv_cache_bytes"):
         engine(num_blocks=None, kv_cache_bytes=10)
-    with pytest.raises(ValueError, match="int8_kv needs kv_scales: run `octavo calibrate`"):
+    with pytest.raises(ValueError, match="int8_kv needs kv_scales: run `octavo calibrate MODEL --kv-format int8_kv"):
         engine(kv_format="int8_kv")
     with pytest.raises(ValueError, match="known formats: auto, float16"):
         engine(kv_format="int3")

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.common import hard_rows
 from octavo.cache import LayerCache, Order, PagedKVCache
+from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.kernels import cpu, triton
 from tolerance import assert_same_bits
 
@@ -64,3 +66,29 @@ def test_no_slots() -> None:
     cache = make_cache()
     triton.append(cache, torch.ones(2, 3, 16), torch.ones(2, 3, 24), torch.empty(0, dtype=torch.int64))
     assert bool((cache.k_cache == 7).all())
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("new", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", EIGHT_BIT_FORMATS)
+def test_eight_bit(name: str, new: torch.dtype, order: Order) -> None:
+    """Every byte of the pages, scales too."""
+    shape = {"num_layers": 1, "num_blocks": 5, "block_size": 4, "num_kv_heads": 3, "head_dim": 16, "value_dim": 24}
+    pages = PagedKVCache(**shape, format=name, dtype=torch.float16, layout=order).pages.random_(0, 256)
+    k, v = hard_rows(16), hard_rows(24)
+    slots = torch.tensor([13, 2, 0, 19, 5, 6, 7, 8, 9, 10, 12])
+    static = {}
+    if name.startswith("fp8"):
+        static = {"k_descale": torch.tensor([0.5, 1.7, 3.0]), "v_descale": torch.tensor(0.3)}
+    if name == "int8_kv":
+        static = {"v_descale": torch.rand(3, 24)}
+        static["v_descale"][0, :2] = 0
+    written = []
+    for family in (cpu, triton):
+        mine = PagedKVCache(**shape, format=name, dtype=torch.float16, layout=order)
+        mine.pages.copy_(pages)
+        family.append(mine.layer(0, **static), k.to(new), v.to(new), slots)
+        written.append(mine.pages)
+    assert not torch.equal(written[0], pages)
+    wrong = (written[0] != written[1]).nonzero()
+    assert torch.equal(*written), (wrong[:5], written[0][written[0] != written[1]][:5])

@@ -39,6 +39,7 @@ class Compiled:
     gpu: str
     dtype: torch.dtype = torch.bfloat16
     capped: bool = False
+    kv_format: str = "auto"
 
 
 PLAIN = AttentionSpec(32, 8, 128)
@@ -55,6 +56,18 @@ LAUNCHES = (
     Compiled("everything", ALL, 300, "gfx942"),
     Compiled("encoder-256", AttentionSpec(8, 1, 256, causal=False), 300, "sm_90"),
     Compiled("decode-512", AttentionSpec(8, 1, 512), 1, "sm_80"),
+    *(Compiled("decode-fp8", PLAIN, 1, gpu, kv_format="fp8_e4m3") for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
+    *(Compiled("decode-int8", PLAIN, 1, gpu, kv_format="int8_kv") for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
+    Compiled("decode-int8-k", PLAIN, 1, "sm_90", kv_format="int8_k"),
+    Compiled("decode-per-token", PLAIN, 1, "sm_80", kv_format="int8_per_token"),
+    Compiled("decode-e5m2-80", AttentionSpec(32, 8, 80), 1, "sm_90", kv_format="fp8_e5m2"),
+    Compiled("everything-int8", ALL, 1, "sm_90", kv_format="int8_per_token"),
+    Compiled("prefill-fp8", PLAIN, 300, "sm_90", kv_format="fp8_e4m3"),
+    Compiled("prefill-int8", PLAIN, 300, "sm_90", kv_format="int8_kv"),
+    Compiled("prefill-int8", PLAIN, 300, "sm_80", kv_format="int8_kv"),
+    Compiled("prefill-per-token", PLAIN, 300, "sm_100", kv_format="int8_per_token"),
+    Compiled("prefill-int8-k", PLAIN, 300, "gfx942", kv_format="int8_k"),
+    Compiled("prefill-int8-k", PLAIN, 300, "sm_90", capped=True, kv_format="int8_k"),
 )
 
 
@@ -90,6 +103,8 @@ def compile_launch(launch: Compiled, cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     monkeypatch.setattr(attend_module, "shared_limit", lambda device: TARGETS[launch.gpu])
     monkeypatch.setattr(attend_module, "has_warpgroups", lambda device: launch.gpu == "sm_90")
+    isa = int(launch.gpu[3:]) if launch.gpu.startswith("sm_") else 0
+    monkeypatch.setattr(attend_module, "instructions", lambda device: isa)
     (binary,) = compile_call(launch.gpu, lambda: attend(launch, block_size))
     assert binary.shared <= TARGETS[launch.gpu]
     return binary
@@ -99,7 +114,7 @@ def attend(launch: Compiled, block_size: int) -> None:
     """Make the launch."""
     spec = launch.spec
     lens = (launch.query_len,), (launch.query_len + 300,)
-    problem = build(Case(launch.name, spec, *lens, block_size, dtype=launch.dtype))
+    problem = build(Case(launch.name, spec, *lens, block_size, dtype=launch.dtype, kv_format=launch.kv_format))
     planner = Planner(num_q_heads=spec.num_q_heads, value_dim=spec.v_dim, block_size=problem.case.block_size)
     plan = planner.plan(problem.batch)
     out = torch.empty(1, launch.query_len, spec.num_q_heads, spec.v_dim, dtype=launch.dtype)

@@ -67,7 +67,7 @@ def keys(collected: set[Any]) -> Iterator[None]:
         yield
 
 
-def make(spec: AttentionSpec, mode: str) -> tuple[Planner, Any, dict[str, Any]]:
+def make(spec: AttentionSpec, mode: str, kv_format: str) -> tuple[Planner, Any, dict[str, Any]]:
     cache = PagedKVCache(
         num_layers=1,
         num_blocks=2,
@@ -75,8 +75,9 @@ def make(spec: AttentionSpec, mode: str) -> tuple[Planner, Any, dict[str, Any]]:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         value_dim=spec.v_dim,
+        format=kv_format,
         dtype=torch.bfloat16,
-    ).layer(0)
+    ).layer(0, v_descale=torch.ones(spec.num_kv_heads, spec.v_dim) if kv_format == "int8_kv" else None)
     planner = Planner(
         num_q_heads=spec.num_q_heads,
         value_dim=spec.v_dim,
@@ -118,12 +119,20 @@ def serve(
     octavo.run(planner.plan(batch, common_prefix_len=shared), spec, q, cache, out, **terms)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SPECS)
-def test_serving_reaches_nothing_new(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode", "kv_format"),
+    [
+        *((name, mode, "auto") for name in SPECS for mode in MODES),
+        ("llama", "default", "int8_kv"),
+        ("llama", "ranks", "fp8_e4m3"),
+        ("everything", "invariant", "int8_per_token"),
+        ("one head a group", "default", "int8_k"),
+    ],
+)
+def test_serving_reaches_nothing_new(name: str, mode: str, kv_format: str) -> None:
     """L04: numbers that Triton specialises on (1, multiples of 16), tiles, splits, prefixes."""
     spec = SPECS[name]
-    planner, cache, terms = make(spec, mode)
+    planner, cache, terms = make(spec, mode, kv_format)
     warm: set[Any] = set()
     with keys(warm):
         warm_up(planner, spec, cache, torch.bfloat16, max_num_seqs=5000, max_seq_len=LONGEST, prefixes=True, **terms)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, Order, PagedKVCache
-from octavo.formats import KVFormat
+from octavo.formats import EIGHT_BIT_FORMATS, KVFormat
 from octavo.planner import PrefixGroup
 from octavo.quantise import INT8_MAX, real_rows, store_rows
 from octavo.spec import AttentionSpec, KVShard
@@ -41,6 +41,7 @@ class Case:
         kv_format: how the cache stores them; "auto": in cache_dtype.
         shared: groups of sequences whose first `length` keys are equal, outermost groups first. Their full
             pages are the same pages of the cache.
+        fp8_scales: whether fp8 has scales, one for each KV head; otherwise they are 1.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     cache_dtype: torch.dtype | None = None
     shared: tuple[PrefixGroup, ...] = ()
     kv_format: str = "auto"
+    fp8_scales: bool = True
 
     @property
     def format(self) -> KVFormat:
@@ -220,7 +222,7 @@ def _static_scales(case: Case, values: list[Tensor], seed: int) -> dict[str, Ten
     spec, format = case.spec, case.format
     random = torch.Generator().manual_seed(seed + 1)
     device = values[0].device if values else "cpu"
-    if format.is_fp8:
+    if format.is_fp8 and case.fp8_scales:
         scales = 2.0 ** (6 * torch.rand(2, spec.num_kv_heads, generator=random) - 3)
         return {"k_descale": scales[0].to(device), "v_descale": scales[1].to(device)}
     if format.v_scaled_by_channel:
@@ -310,6 +312,15 @@ CASES: tuple[Case, ...] = (
     _llama("decode-256x1k", 1, *(1024,) * 256),
     _llama("decode-1x32k", 1, 32768),
     _llama("decode-1x128k", 1, 131072),
+    *(
+        replace(_llama(f"{name}-{kv_format}", query_len, *lens), kv_format=kv_format, fp8_scales=False)
+        for name, query_len, lens in (
+            ("decode-32x8k", 1, (8192,) * 32),
+            ("decode-128x4k", 1, (4096,) * 128),
+            ("prefill-4x4k", 4096, (4096,) * 4),
+        )
+        for kv_format in EIGHT_BIT_FORMATS
+    ),
     _llama("verify-1x4-of-8k", 4, 8192),
     _llama("verify-1x4-of-32k", 4, 32768),
     _llama("prefill-16x1k", 1024, *(1024,) * 16),
@@ -352,9 +363,11 @@ GPU_CASES: tuple[str, ...] = (
     "decode-skewed",
     "decode-32x8k-pages-8",
     "decode-32x8k-pages-1",
+    *(f"decode-{shape}-{kv_format}" for shape in ("32x8k", "128x4k") for kv_format in EIGHT_BIT_FORMATS),
     "verify-1x4-of-8k",
     "verify-1x4-of-32k",
     "verify-8x4-of-8k",
+    *(f"prefill-4x4k-{kv_format}" for kv_format in EIGHT_BIT_FORMATS),
     "prefill-16x1k",
     "prefill-4x4k",
     "prefill-1x16k",

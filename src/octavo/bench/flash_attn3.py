@@ -41,6 +41,8 @@ def unsupported(form: Form, problem: Problem) -> str | None:
     spec, case = problem.spec, problem.case
     if case.dtype != torch.bfloat16 or case.cache_dtype not in (None, case.dtype):
         return f"q, K and V must be bf16, they are {case.dtype} and {case.cache_dtype or case.dtype}"
+    if case.format.is_eight_bit:
+        return f"it is measured with K and V of 16 bits, not with {case.kv_format}"
     if spec.head_dim not in HEAD_DIMS or spec.v_dim not in (spec.head_dim, 128):
         return f"its head_dim is one of {', '.join(map(str, HEAD_DIMS))}, value_dim the same or 128"
     features = {

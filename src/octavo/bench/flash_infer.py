@@ -61,6 +61,12 @@ def unsupported(form: Form, problem: Problem) -> str | None:
     spec, case = problem.spec, problem.case
     if case.dtype not in (torch.bfloat16, torch.float16) or case.cache_dtype not in (None, case.dtype):
         return f"q, K and V must all be bf16 or fp16, they are {case.dtype} and {case.cache_dtype or case.dtype}"
+    if case.format.k_scaled_by_row:
+        return f"it has no cache format {case.kv_format}"
+    if problem.cache.k_descale is not None or problem.cache.v_descale is not None:
+        return "it is measured without scales of fp8, of which it has one for a tensor"
+    if case.format.is_fp8 and form == "fa3":
+        return "its fa3 backend is measured with 16-bit pages"
     if spec.head_dim not in HEAD_DIMS or spec.v_dim != spec.head_dim:
         return f"its head_dim is one of {', '.join(map(str, HEAD_DIMS))} over pages, and value_dim is the same"
     features = {"window to the right": spec.window_right is not None, "ALiBi": spec.alibi is not None}
@@ -126,7 +132,7 @@ def plan(form: Form, wrapper: Any, problem: Problem, pages: Pages) -> None:
         "window_left": -1 if spec.window_left is None else spec.window_left,
         "logits_soft_cap": spec.logits_soft_cap,
         "q_data_type": problem.case.dtype,
-        "kv_data_type": problem.case.dtype,
+        "kv_data_type": problem.cache.k_cache.dtype,
     }
     if form in DECODE:
         wrapper.plan(pages.starts, pages.blocks, pages.last, *shape, **options)

@@ -89,6 +89,8 @@ def lacking(problem: Problem) -> str | None:
     spec, case = problem.spec, problem.case
     if case.cache_dtype not in (None, case.dtype):
         return f"q is {case.dtype}, K and V are {case.cache_dtype}"
+    if case.format.is_eight_bit:
+        return f"it has no cache format {case.kv_format}"
     features = {"soft cap": spec.logits_soft_cap is not None, "ALiBi": spec.alibi is not None, "sinks": spec.sinks}
     for name, wanted in features.items():
         if wanted:

@@ -37,6 +37,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it is for CPUs, the problem is on {problem.q.device}"
     if case.cache_dtype not in (None, case.dtype):
         return f"q is {case.dtype}, K and V are {case.cache_dtype}"
+    if case.format.is_eight_bit:
+        return f"it is measured with K and V of 16 bits, not with {case.kv_format}"
     if spec.head_dim not in HEAD_DIMS or spec.v_dim != spec.head_dim:
         return f"its head_dim is one of {', '.join(map(str, HEAD_DIMS))}, and value_dim is the same"
     if spec.window_right is not None:

@@ -1,6 +1,6 @@
 """vLLM's Triton kernel (`unified_attention`) over the same pages as Octavo, called as its TRITON_ATTN backend does.
 
-Written for vLLM 0.32.0, v1/attention/backends/triton_attn.py; not tried on a GPU yet.
+Written for vLLM 0.32.0, v1/attention/backends/triton_attn.py; run with the kernel's own files on an H100.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def unsupported(problem: Problem) -> str | None:
     spec, case = problem.spec, problem.case
     if case.cache_dtype not in (None, case.dtype):
         return f"q is {case.dtype}, K and V are {case.cache_dtype}"
+    if case.format.is_eight_bit and not case.format.v_scaled_by_row:
+        return f"of 8-bit pages it is measured with int8_per_token (its int8_per_token_head), not with {case.kv_format}"
     if case.block_size % 16:
         return f"its pages are multiples of 16 tokens, not {case.block_size}"
     if spec.v_dim != spec.head_dim or spec.head_dim < 32:
@@ -88,7 +90,7 @@ def prepare_layers(problems: Sequence[Problem]) -> list[Callable[[], Tensor]]:
     def layer(problem: Problem) -> Callable[[], Tensor]:
         q = problem.q[: problem.batch.num_tokens]
         out = torch.full_like(q, torch.nan)
-        mine = {"alibi_slopes": problem.alibi_slopes, "sinks": problem.sinks}
+        mine = {"alibi_slopes": problem.alibi_slopes, "sinks": problem.sinks} | row_scales(problem)
 
         def call() -> Tensor:
             attend(q=q, k=problem.cache.k_cache, v=problem.cache.v_cache, out=out, **mine, **options)
@@ -97,3 +99,16 @@ def prepare_layers(problems: Sequence[Problem]) -> list[Callable[[], Tensor]]:
         return call
 
     return [layer(problem) for problem in problems]
+
+
+def row_scales(problem: Problem) -> dict[str, object]:
+    """How the kernel is told of scales of rows; it takes q in 16 bits and converts K and V."""
+    k_scale, v_scale = problem.cache.k_descale, problem.cache.v_descale
+    if k_scale is None or v_scale is None:
+        return {}
+    modes = importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode
+    return {
+        "kv_quant_mode": modes.INT8_PER_TOKEN_HEAD,
+        "k_scale_cache": k_scale.transpose(1, 2),
+        "v_scale_cache": v_scale.transpose(1, 2),
+    }

@@ -16,7 +16,8 @@ class Work:
     """The useful part of the work.
 
     Args:
-        kv_bytes: K and V of every key that some row of its sequence sees, each sequence by itself.
+        kv_bytes: K and V, with the scales of their rows, of every key that some row of its sequence sees, each
+            sequence by itself.
         flops: multiplications and additions of both products, for every (row, query head, key it sees).
     """
 
@@ -45,7 +46,9 @@ def reach(lo: Tensor, hi: Tensor) -> tuple[int, int]:
 def work(case: Case) -> Work:
     """Count the work of a case; see `Work`."""
     spec = case.spec
-    width = spec.head_dim + spec.v_dim
+    width, stored = spec.head_dim + spec.v_dim, case.format
+    row_bytes = spec.head_dim * stored.k_dtype.itemsize + spec.v_dim * stored.v_dtype.itemsize
+    row_bytes += torch.float32.itemsize * (stored.k_scaled_by_row + stored.v_scaled_by_row)
     keys = visible = 0
     for query_len, seq_len in zip(case.query_lens, case.seq_lens, strict=True):
         lo, hi = row_bounds(spec, query_len, seq_len)
@@ -53,7 +56,7 @@ def work(case: Case) -> Work:
         keys += end - start
         visible += int((hi - lo).sum())
     return Work(
-        kv_bytes=keys * spec.num_kv_heads * width * (case.cache_dtype or case.dtype).itemsize,
+        kv_bytes=keys * spec.num_kv_heads * row_bytes,
         flops=2 * width * spec.num_q_heads * visible,
     )
 

@@ -1,4 +1,5 @@
-"""The command line: `octavo generate`, `octavo bench`, `octavo warmup`, `octavo doctor`.
+"""The command line: `octavo generate`, `octavo eval`, `octavo calibrate`, `octavo bench`, `octavo warmup`,
+`octavo doctor`.
 
 Standard output carries what was asked for (text, tables, JSON), standard error everything else. Exit codes:
 0, 1 (some prompts failed, or the reader of the output went away), 2 (wrong use), 130 (interrupted).

@@ -8,7 +8,9 @@ import typer
 
 import octavo
 from octavo.cli import bench
+from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
+from octavo.cli.evaluate import evaluate
 from octavo.cli.generate import generate
 from octavo.cli.warmup import warmup
 
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(doctor)
 app.command()(warmup)
+app.command()(calibrate)
+app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
 
 

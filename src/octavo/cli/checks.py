@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 
 from octavo import kernels
 from octavo.cli.errors import CommandError
 from octavo.errors import Unsupported
-from octavo.formats import FLOAT_FORMATS, HOW_TO_CALIBRATE, KVFormat
+from octavo.formats import FLOAT_FORMATS, KVFormat, how_to_calibrate
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 
@@ -30,8 +31,14 @@ def parse_size(text: str) -> int:
     return size
 
 
-def check_early(dtype: str, kv_format: str, device: str | None) -> None:
+def check_early(
+    dtype: str, kv_format: str, device: str | None, *, kv_scales: Path | None = None, model: str = "MODEL"
+) -> None:
     """Check names that the engine would refuse only after it has loaded the model.
+
+    Args:
+        kv_scales: the file of the format's scales; None: there is none.
+        model: its name, for the command that would make them.
 
     Raises:
         CommandError: a name is unknown, or cannot be served.
@@ -42,8 +49,8 @@ def check_early(dtype: str, kv_format: str, device: str | None) -> None:
         parsed = KVFormat.parse(kv_format, FLOAT_FORMATS.get(dtype, torch.float32))
     except ValueError as error:
         raise CommandError(str(error)) from error
-    if parsed.v_scaled_by_channel:
-        raise CommandError(f"cache format {kv_format} needs the model's scales: {HOW_TO_CALIBRATE}")
+    if parsed.v_scaled_by_channel and kv_scales is None:
+        raise CommandError(f"cache format {kv_format} needs the model's scales: {how_to_calibrate(model)}")
     if device is None:
         return
     try:

@@ -52,6 +52,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """Parts of an AttentionSpec that differ from the ordinary one."""
 
+SAMPLE_MODEL = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128}
+"""A model of common sizes, for which pages are counted."""
+
 _SPEC: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 4, "head_dim": 64}
 
 
@@ -62,6 +65,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         "devices": devices(),
         "backends": backends(),
         "support": support(),
+        "pages": pages(),
     }
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -199,6 +203,22 @@ def _answers(device: torch.device) -> Iterator[tuple[str, str, str | None]]:
         yield "head dim", str(head_dim), ask({"head_dim": head_dim})
 
 
+def pages() -> list[dict[str, Any]]:
+    """What each format's pages take, for the sizes of `SAMPLE_MODEL`."""
+    spec = AttentionSpec(SAMPLE_MODEL["num_kv_heads"], SAMPLE_MODEL["num_kv_heads"], SAMPLE_MODEL["head_dim"])
+    block_size, rows = Backend.preferred_block_size, []
+    for kv_format in Backend.kv_formats:
+        if kv_format == "auto":
+            continue
+        layer = Backend.page_layout(spec, torch.bfloat16, kv_format, block_size).page_bytes
+        page = SAMPLE_MODEL["num_layers"] * layer
+        rows.append(
+            {"kv_format": kv_format, "bytes_per_token": page / block_size, "pages_per_gib": 2**30 // page}
+            | {"tokens_per_gib": 2**30 // page * block_size}
+        )
+    return rows
+
+
 def _page_layout_reason(order: Order) -> str | None:
     try:
         Backend.page_layout(AttentionSpec(**_SPEC), torch.float32, "auto", Backend.preferred_block_size, order)
@@ -244,6 +264,13 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         served = ", ".join(row["value"] for row in rows if row["reason"] is None)
         refused = ", ".join(row["value"] for row in rows if row["reason"] is not None)
         _row(table, device, option, served, refused)
+    console.print(table)
+    sample = f"{SAMPLE_MODEL['num_layers']} layers of {SAMPLE_MODEL['num_kv_heads']} KV heads of "
+    sample += f"{SAMPLE_MODEL['head_dim']}, pages of {Backend.preferred_block_size} tokens"
+    table = _table(f"Cache of a model of {sample}", "format", "bytes a token", "pages per GiB", "tokens per GiB")
+    for row in facts["pages"]:
+        figures = (row["bytes_per_token"], row["pages_per_gib"], row["tokens_per_gib"])
+        _row(table, row["kv_format"], *(f"{figure:,.0f}" for figure in figures))
     console.print(table)
     for row in facts["support"]:
         if row["reason"] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -73,6 +74,9 @@ def generate(
         _sampling(help="Log-probabilities, in the JSON document: of the chosen token (0), of the n likeliest too."),
     ] = None,
     kv_format: Annotated[str, _cache(help=f"How K and V are stored: {_FORMATS}.")] = "auto",
+    kv_scales: Annotated[
+        Path | None, _cache(help="The format's static scales, a file that `octavo calibrate` wrote.")
+    ] = None,
     block_size: Annotated[int, _cache(min=1, help="Tokens of a page.")] = 16,
     num_blocks: Annotated[int | None, _cache(min=1, help="Pages of the cache.")] = None,
     cache_memory: Annotated[
@@ -119,7 +123,7 @@ def generate(
     kv_cache_bytes = None if cache_memory is None else parse_size(cache_memory)
     if num_blocks is not None and cache_memory is not None:
         raise CommandError("--num-blocks and --cache-memory both size the cache; give one of them")
-    check_early(dtype, kv_format, device)
+    check_early(dtype, kv_format, device, kv_scales=kv_scales, model=model)
     loading_since = time.perf_counter()
     with loading(console, model):
         try:
@@ -130,6 +134,7 @@ def generate(
                 model,
                 dtype=dtype,
                 kv_format=kv_format,
+                kv_scales=kv_scales,
                 device=device,
                 block_size=block_size,
                 num_blocks=num_blocks,

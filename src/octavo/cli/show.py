@@ -49,6 +49,7 @@ class Summary:
     time_to_first_token: float | None
     start_to_first_token: float | None
     cache_bytes_per_token: float
+    pages_per_gib: int  # pages of all layers
     block_size: int
     num_blocks: int
     peak_blocks: int
@@ -78,6 +79,7 @@ class Summary:
             time_to_first_token=outcome.time_to_first_token,
             start_to_first_token=outcome.start_to_first_token,
             cache_bytes_per_token=llm.runner.bytes_per_token,
+            pages_per_gib=llm.runner.pages_per_gib,
             block_size=llm.runner.block_size,
             num_blocks=llm.runner.num_blocks,
             peak_blocks=stats.peak_blocks,
@@ -170,7 +172,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         "prompt": f"{s.num_prompt_tokens} tokens, {s.prompt_tokens_per_second:.1f} a second{cached}",
         "generated": f"{s.num_generated_tokens} tokens, {s.generated_tokens_per_second:.1f} a second",
         "first token": ", ".join(first) or "none",
-        "cache": f"{s.cache_bytes_per_token:,.0f} bytes a token ({s.kv_format})",
+        "cache": f"{s.cache_bytes_per_token:,.0f} bytes a token ({s.kv_format}), {s.pages_per_gib:,} pages per GiB",
         "pages": f"{s.peak_blocks} of {s.num_blocks} used, {s.block_size} tokens each",
         "preemptions": str(s.num_preemptions),
     }

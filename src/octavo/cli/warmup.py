@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -14,10 +15,13 @@ from rich.console import Console
 
 import octavo
 from octavo.cli.errors import CommandError
-from octavo.formats import FLOAT_FORMATS
+from octavo.formats import ALIASES, EIGHT_BIT_FORMATS, FLOAT_FORMATS
 
 _SEQS = (1, 32)
 """New tokens of the sequences of the step that is run: one for the decode kernel, one for the prefill kernel."""
+
+_SAME_CODE = {"int8_per_token": "int8_kv"}
+"""Formats that need no kernels but those of another."""
 
 
 def warmup(
@@ -25,36 +29,54 @@ def warmup(
         list[str] | None,
         typer.Option(help="A dtype of the cache; may be given again. None: all.", show_default=False),
     ] = None,
+    kv_format: Annotated[
+        list[str] | None,
+        typer.Option(help="An 8-bit format of the cache; may be given again. None: all.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """Compile the CPU kernels and keep them on disk, where later processes find them."""
-    names = list(dict.fromkeys(dtype or FLOAT_FORMATS))
-    for name in names:
+    """Compile the CPU kernels and keep them on disk, where later processes find them.
+
+    With a dtype or a format the others are left out. int8_k, whose V is 16-bit, is compiled for the dtypes that are
+    given, or for bfloat16.
+    """
+    dtypes = list(dict.fromkeys(dtype or ([] if kv_format else FLOAT_FORMATS)))
+    for name in dtypes:
         if name not in FLOAT_FORMATS:
             raise CommandError(f"unknown dtype {name!r}; known dtypes: {', '.join(FLOAT_FORMATS)}")
+    formats = [ALIASES.get(name, name) for name in kv_format or ([] if dtype else EIGHT_BIT_FORMATS)]
+    for name in formats:
+        if name not in EIGHT_BIT_FORMATS:
+            raise CommandError(f"unknown 8-bit format {name!r}; known formats: {', '.join(EIGHT_BIT_FORMATS)}")
     from octavo.kernels import cpu
 
     if not cpu.HAS_NUMBA:
         raise CommandError("nothing is compiled without Numba; install it with: pip install 'octavo[cpu]'")
-    # One process each: Numba compiles one function of a process at a time.
-    with ProcessPoolExecutor(len(names), mp_context=get_context("spawn")) as pool:
-        seconds = dict(zip(names, pool.map(compile_kernels, names), strict=True))
+    formats = list(dict.fromkeys(_SAME_CODE.get(name, name) for name in formats))
+    jobs = [(name, name) for name in dtypes]
+    for name in formats:
+        jobs += [(name, of) for of in (dtype if dtype and name == "int8_k" else ["bfloat16"])]
+    # Processes, as Numba compiles one function of a process at a time.
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        taken = list(pool.map(compile_kernels, *zip(*jobs, strict=True)))
+    seconds = {name if name != "int8_k" else f"{name} {of}": s for (name, of), s in zip(jobs, taken, strict=True)}
     if as_json:
         print(json.dumps(seconds))
         return 0
     console = Console(highlight=False)
-    for name, taken in seconds.items():
-        console.print(f"{name}: {taken:.1f} s")
+    for label, one in seconds.items():
+        console.print(f"{label}: {one:.1f} s")
     return 0
 
 
-def compile_kernels(name: str) -> float:
-    """Run every CPU kernel once on a cache of this dtype; the seconds it took."""
+def compile_kernels(name: str, dtype_name: str) -> float:
+    """Run every CPU kernel once on a cache of this format, for a model of this dtype; the seconds it took."""
     begin = time.perf_counter()
-    dtype, tokens = FLOAT_FORMATS[name], sum(_SEQS)
-    cache = octavo.PagedKVCache(
-        num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=8, dtype=dtype
-    ).layer(0)
+    dtype, tokens = FLOAT_FORMATS[dtype_name], sum(_SEQS)
+    pages = octavo.PagedKVCache(
+        num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=8, dtype=dtype, format=name
+    )
+    cache = pages.layer(0, v_descale=torch.ones(1, 8) if name == "int8_kv" else None)
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(16, 48)])
     new = torch.zeros(2, tokens, 1, 8, dtype=dtype)
     octavo.append(cache, new[0], new[1], slots)
@@ -66,5 +88,7 @@ def compile_kernels(name: str) -> float:
         seq_lens=torch.tensor(_SEQS, dtype=torch.int32),
         query_start_loc=torch.tensor([0, 1, tokens], dtype=torch.int32),
         num_splits=2,  # so that there is something to merge
+        k_descale=cache.k_descale,
+        v_descale=cache.v_descale,
     )
     return time.perf_counter() - begin

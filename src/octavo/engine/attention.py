@@ -6,6 +6,7 @@ module and nothing is global but the name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -27,12 +28,16 @@ class CurrentStep:
 
 
 class PagedLayer:
-    """One attention module's share: what it computes, its pages, and the step that it reads."""
+    """One attention module's share: what it computes, its pages, and the step that it reads.
+
+    `observer`, if there is one, sees the k and v of every call before they are stored.
+    """
 
     def __init__(self, impl: Impl, cache: LayerCache, step: CurrentStep) -> None:
         self.impl = impl
         self.cache = cache
         self.step = step
+        self.observer: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v, attend with q.
@@ -48,6 +53,8 @@ class PagedLayer:
         if plan is None:
             raise RuntimeError("call LLM.generate (of the newest LLM made on this model), not the model itself")
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        if self.observer is not None:
+            self.observer(k, v)
         self.impl.update_cache(k, v, self.cache, plan)
         self.impl.forward(q, None, None, self.cache, plan, out)
         return out

@@ -24,7 +24,8 @@ from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import SampledToken, Sampler
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.text import Detokenizer
-from octavo.formats import HOW_TO_CALIBRATE, KVFormat, KVScales
+from octavo.formats import KVFormat, how_to_calibrate
+from octavo.scales import KVScales
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -52,7 +53,8 @@ class LLM:
         dtype: "auto" (the checkpoint's, on CPU float32), "float32", "bfloat16", "float16" or a torch dtype.
         kv_format: how the cache stores K and V: "auto" (the model's dtype), "float16", "bfloat16", "float32",
             "fp8_e4m3" ("fp8"), "fp8_e5m2", "int8_kv", "int8_k", "int8_per_token".
-        kv_scales: the layers' static scales; int8_kv needs them, fp8 takes 1 without.
+        kv_scales: the layers' static scales, or the file that `octavo calibrate` wrote; int8_kv needs them, fp8 takes
+            1 without.
         device: where the model runs; None: a GPU if there is one, else the CPU.
         tokenizer: for a loaded model; None: its prompts must be token ids and results have no text.
         block_size: tokens of a page.
@@ -68,7 +70,7 @@ class LLM:
     Raises:
         ModelError: the model is unknown, broken, or its attention cannot be served.
         Unsupported: a cache format or device that this version does not serve.
-        ValueError: a size is out of range.
+        ValueError: a size is out of range, or scales are missing, unreadable or of another model or format.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class LLM:
         *,
         dtype: str | torch.dtype = "auto",
         kv_format: str = "auto",
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScales | str | Path | None = None,
         device: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         block_size: int = 16,
@@ -91,7 +93,10 @@ class LLM:
     ) -> None:
         # What is wrong without the model should not wait for the model.
         if KVFormat.parse(kv_format, torch.float32).v_scaled_by_channel and kv_scales is None:
-            raise ValueError(f"cache format {kv_format} needs kv_scales: {HOW_TO_CALIBRATE}")
+            how = how_to_calibrate("MODEL" if isinstance(model, PreTrainedModel) else str(model))
+            raise ValueError(f"cache format {kv_format} needs kv_scales: {how}")
+        if isinstance(kv_scales, (str, Path)):
+            kv_scales = KVScales.load(kv_scales)
         sizes = {
             "block_size": block_size,
             "num_blocks": num_blocks,

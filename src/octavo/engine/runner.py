@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -21,8 +23,9 @@ from octavo.engine.linear import speed_up_few_rows
 from octavo.engine.probe import ProbedLayer, probe
 from octavo.engine.scheduler import ScheduledChunk
 from octavo.errors import Unsupported
-from octavo.formats import KVFormat, KVScales
+from octavo.formats import KVFormat
 from octavo.launch import Plan
+from octavo.scales import KVModel, KVScales, LayerShape
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the device's free memory that the cache takes when no budget is given."""
@@ -67,6 +70,8 @@ class ModelRunner:
         self.model = model
         self.block_size = block_size
         layers = probe(model, max_model_len)
+        self.kv_model = _kv_model(model, layers)
+        """Whose scales fit."""
         for layer in layers:
             reason = Backend.supports(
                 spec=layer.spec,
@@ -78,7 +83,7 @@ class ModelRunner:
             if reason is not None:
                 raise Unsupported(f"{type(model).__name__} cannot be served: {reason}")
         if kv_scales is not None:
-            kv_scales.check(len(layers), KVFormat.parse(kv_format, model.dtype))
+            kv_scales.check(self.kv_model, KVFormat.parse(kv_format, model.dtype))
         self.bytes_per_block = sum(
             Backend.page_layout(layer.spec, model.dtype, kv_format, block_size).page_bytes for layer in layers
         )
@@ -105,6 +110,11 @@ class ModelRunner:
             device=model.device,
         )
         self._builder = MetadataBuilder(config)
+        offsets = [None if kv_scales is None else kv_scales.offset_of_layer(i) for i in range(len(layers))]
+        impls = [
+            Impl(layer.spec, sinks=layer.sinks, k_offset=None if offset is None else offset.to(model.device))
+            for layer, offset in zip(layers, offsets, strict=True)
+        ]
         try:
             caches = _make_caches(layers, model, kv_format, kv_scales, block_size, num_blocks)
         except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
@@ -112,13 +122,12 @@ class ModelRunner:
                 f"{num_blocks} blocks of {self.bytes_per_block} bytes do not fit this machine's memory ({error}): "
                 f"lower num_blocks or kv_cache_bytes"
             ) from error
-        attach(
-            model,
-            {
-                layer.module: PagedLayer(Impl(layer.spec, sinks=layer.sinks), cache, self._step)
-                for layer, cache in zip(layers, caches, strict=True)
-            },
-        )
+        self.layers = {
+            layer.module: PagedLayer(impl, cache, self._step)
+            for layer, impl, cache in zip(layers, impls, caches, strict=True)
+        }
+        """Each attention module's pages, in the model's order."""
+        self.activate()
         speed_up_few_rows(model)
         self._keeps_chosen_logits = model._supports_logits_to_keep()
         for layer, cache in {(x.spec, c.k_cache.dtype): (x, c) for x, c in zip(layers, caches, strict=True)}.values():
@@ -141,6 +150,43 @@ class ModelRunner:
     def bytes_per_token(self) -> float:
         """Cache bytes of one token over all layers."""
         return self.bytes_per_block / self.block_size
+
+    @property
+    def pages_per_gib(self) -> int:
+        """Pages of all layers that 2^30 bytes hold."""
+        return 2**30 // self.bytes_per_block
+
+    def activate(self) -> None:
+        """Make the model read and write this runner's pages: a model serves the runner that did so last."""
+        attach(self.model, self.layers)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], start: int) -> Tensor:
+        """Compute a part of the one sequence that fills the cache from its first page on, without sampling.
+
+        Args:
+            token_ids: the part.
+            start: tokens of the sequence before it, which have been computed.
+
+        Returns:
+            [len(token_ids), vocab_size] in the model's dtype: the logits after each of the tokens.
+
+        Raises:
+            ValueError: the cache does not hold so many tokens.
+        """
+        stop, device = start + len(token_ids), self.model.device
+        if stop > self.num_blocks * self.block_size:
+            raise ValueError(f"a sequence of {stop} tokens does not fit {self.num_blocks} pages of {self.block_size}")
+        positions = torch.arange(start, stop)
+        batch = AttentionBatch.from_lengths(
+            [len(token_ids)],
+            [stop],
+            [list(range(-(-stop // self.block_size)))],
+            slot_mapping=positions,
+            device=device,
+        )
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        return self._forward(ids, positions.to(device), self._builder.build(0, batch), None)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
@@ -195,6 +241,30 @@ class ModelRunner:
         finally:
             self._step.plan = None
         return logits if rows is None or self._keeps_chosen_logits else logits[rows]
+
+
+_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""What of a configuration tells one model from another; the rest changes with the versions of Transformers."""
+
+
+def _kv_model(model: PreTrainedModel, layers: Sequence[ProbedLayer]) -> KVModel:
+    config = model.config.get_text_config()
+    facts = json.dumps({name: getattr(config, name, None) for name in _SIZES}, sort_keys=True)
+    return KVModel(
+        name=Path(model.config.name_or_path).name or type(model).__name__,
+        fingerprint=hashlib.sha256(facts.encode()).hexdigest()[:16],
+        layers=tuple(LayerShape(x.spec.num_kv_heads, x.spec.head_dim, x.spec.v_dim) for x in layers),
+    )
 
 
 def _make_caches(

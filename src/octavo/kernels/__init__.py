@@ -64,10 +64,6 @@ def unsupported(
     reason = _device_reason(device)
     if reason is not None:
         return reason
-    if kv_format is not None:
-        reason = _format_reason(device, kv_format)
-        if reason is not None:
-            return reason
     if q_dtype in FP8_FORMATS.values():
         if kv_format is None or not kv_format.is_fp8:
             stored = "plain numbers" if kv_format is None else kv_format.name
@@ -97,13 +93,13 @@ def select(
     return for_device(device)
 
 
-def for_device(device: torch.device, kv_format: KVFormat | None = None) -> Kernels:
+def for_device(device: torch.device) -> Kernels:
     """The kernels for work that needs no spec (append, merge).
 
     Raises:
-        Unsupported: no kernels run on this device, or none for this format.
+        Unsupported: no kernels run on this device.
     """
-    reason = _device_reason(device) or (None if kv_format is None else _format_reason(device, kv_format))
+    reason = _device_reason(device)
     if reason is not None:
         raise Unsupported(reason)
     if device.type == "cpu":
@@ -113,16 +109,6 @@ def for_device(device: torch.device, kv_format: KVFormat | None = None) -> Kerne
     from octavo.kernels import triton
 
     return triton
-
-
-def _format_reason(device: torch.device, kv_format: KVFormat) -> str | None:
-    """Why no kernels on a device read and write a format."""
-    if kv_format.is_eight_bit and device.type != "cpu":
-        return (
-            f"cache format {kv_format.name!r} on device {device} needs GPU kernels for 8-bit pages, which this version "
-            f"does not have; use auto, float16, bfloat16 or float32, or the CPU"
-        )
-    return None
 
 
 @cache

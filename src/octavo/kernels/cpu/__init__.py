@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import plain
@@ -30,6 +30,7 @@ else:
     HAS_NUMBA = True
 
 
+@torch.no_grad()
 def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
     """Run one launch.
 
@@ -41,22 +42,13 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] and lse (or None) of this launch's
             splits; written at the launch's rows only.
     """
-    kv_format = operands.cache.format
-    if HAS_NUMBA and not kv_format.is_eight_bit and kv_format.k_dtype == kv_format.v_dtype:
+    if HAS_NUMBA:
         compiled.attend(spec, plan, launch, operands, state)
     else:
-        if HAS_NUMBA and kv_format.is_eight_bit:
-            _say_plain(kv_format.name)
         plain.attend(spec, plan, launch, operands, state, merge)
 
 
-@cache
-def _say_plain(name: str) -> None:
-    """Once a process and format: 8-bit pages are served, but not by the fast kernels."""
-    message = f"cache format {name} runs in plain PyTorch, which is slower: it has no Numba kernels yet"
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
+@torch.no_grad()
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write rows to slots.
 
@@ -71,6 +63,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
         plain.append(cache, k, v, slot_mapping)
 
 
+@torch.no_grad()
 def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
     """Merge parts by their LSE, the sink as one more part without a value.
 

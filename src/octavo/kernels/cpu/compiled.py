@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import decode, jobs, native, rows
+from octavo.kernels.cpu.stored import KINDS, WIDE_KINDS
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
@@ -26,8 +27,6 @@ TILE_ROWS = 192
 
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
-
-KINDS = {torch.float32: native.FLOAT32, torch.float16: native.FLOAT16, torch.bfloat16: native.BFLOAT16}
 
 _WORKERS = Workers()
 
@@ -48,15 +47,17 @@ class Work(NamedTuple):
 
 
 def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
-    """Run one launch; K and V must be of one dtype."""
+    """Run one launch."""
     work = _work(spec, plan, launch)
     if not len(work.decode_items) and not len(work.prefill_items):
         return
+    if operands.q.dtype not in WIDE_KINDS:
+        operands = operands._replace(q=operands.q.float())
     sinks = operands.sinks
     # In the invariant mode the sink joins by the same arithmetic whether the plan has one state or more.
     sink_later = sinks is not None and plan.batch_invariant
     out, lse = state
-    if out.dtype not in KINDS or sink_later:
+    if out.dtype not in WIDE_KINDS or sink_later:
         out = plan.workspace.scratch("out", tuple(out.shape), torch.float32)
     if sink_later:
         lse = plan.workspace.scratch("lse", tuple(out.shape[:3]), torch.float32)
@@ -77,7 +78,7 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
 def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
     """Whether `append` serves these tensors."""
     return all(
-        new.dtype in KINDS and pages.dtype in KINDS and new.stride(2) == 1 and new.shape[2] % 8 == 0
+        new.dtype in WIDE_KINDS and pages.dtype in KINDS and new.stride(2) == 1 and new.shape[2] % 8 == 0
         for new, pages in ((k, cache.k_cache), (v, cache.v_cache))
     )
 
@@ -85,6 +86,8 @@ def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write rows to slots; arguments as in `kernels.cpu.append`."""
     slots = slot_mapping.contiguous()
+    # Named, so that they outlive the job.
+    statics = [_static(scale, cache.num_kv_heads) for scale in (cache.k_descale, cache.v_descale)]
     new_k, new_v = (
         (
             new.data_ptr(),
@@ -94,8 +97,13 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
             *_bytes(pages.stride()[:3], pages.element_size()),
             KINDS[pages.dtype],
             new.shape[2],
+            *_row_scales(scale),
+            *((0, 0) if static is None else (static.data_ptr(), static.stride(0) * 4)),
         )
-        for new, pages in ((k, cache.k_cache), (v, cache.v_cache))
+        for new, pages, scale, static in (
+            (k, cache.k_cache, cache.k_descale, statics[0]),
+            (v, cache.v_cache, cache.v_descale, statics[1]),
+        )
     )
     num_slots = len(slots)
     job = rows.pack_append((slots.data_ptr(), num_slots), new_k, new_v, cache.block_size, cache.num_kv_heads)
@@ -108,7 +116,7 @@ def can_merge(parts: State, result: State) -> bool:
     out = parts.out
     return (
         out.dtype == torch.float32
-        and result.out.dtype in KINDS
+        and result.out.dtype in WIDE_KINDS
         and out.stride(3) == result.out.stride(3) == 1
         and out.shape[3] % 8 == 0
     )
@@ -146,14 +154,16 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
     slopes = None if operands.alibi_slopes is None else operands.alibi_slopes * native.LOG2_E
     sinks = None if operands.sinks is None else operands.sinks.contiguous()
     terms = _floats(slopes), _floats(sinks)
-    items, dtype = work.prefill_items, operands.cache.k_cache.dtype
+    items, cache = work.prefill_items, operands.cache
+    _kept, scales = _scales(plan, operands)
     redo = np.zeros(len(items), np.uint8)
-    job = native.pack(
-        shape, tensors, transforms, work.rows, *terms, work.decode, work.prefill, _address(redo) if len(items) else 0
-    )
-    widths = spec.num_kv_heads * (spec.head_dim + spec.v_dim)
-    cost = widths * (work.decode_keys * dtype.itemsize + 2 * work.prefill_pairs * spec.group_size // FLOPS_PER_BYTE)
-    kernel = jobs.compiled(jobs.ATTEND[dtype])
+    marks = _address(redo) if len(items) else 0
+    job = native.pack(shape, tensors, transforms, work.rows, *terms, work.decode, work.prefill, marks, scales)
+    k_dtype, v_dtype = cache.k_cache.dtype, cache.v_cache.dtype
+    key_bytes = spec.head_dim * k_dtype.itemsize + spec.v_dim * v_dtype.itemsize
+    pair_flops = 2 * spec.group_size * (spec.head_dim + spec.v_dim)
+    cost = spec.num_kv_heads * (work.decode_keys * key_bytes + work.prefill_pairs * pair_flops // FLOPS_PER_BYTE)
+    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype))
     _WORKERS.run(kernel, job, _threads(cost))
     if len(items) and redo.any():
         # Again, a row at a time: the decode kernel touches only what a row sees.
@@ -164,7 +174,7 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
         ]
         alone = np.array(pieces, np.int64)
         again = _items(alone, _units(spec.group_size, alone))
-        _WORKERS.run(kernel, native.pack(shape, tensors, transforms, work.rows, *terms, again, (0, 0, 0), 0), 1)
+        _WORKERS.run(kernel, native.pack(shape, tensors, transforms, work.rows, *terms, again, (0, 0, 0), 0, scales), 1)
 
 
 def _facts(spec: AttentionSpec, plan: Plan) -> tuple[native.Shape, native.Transforms]:
@@ -212,6 +222,53 @@ def _tensors(operands: Operands, state: State) -> tuple[int, ...]:
         0 if lse is None else lse.data_ptr(),
         *((0, 0, 0) if lse is None else _bytes(lse.stride(), 4)),
     )
+
+
+def _scales(plan: Plan, operands: Operands) -> tuple[list[Tensor], tuple[int, ...]]:
+    """A flat `native.Scales`, and the tensors that must outlive it."""
+    cache, kept = operands.cache, []
+    found: list[tuple[int, ...]] = [(0, 0, 0), _row_scales(cache.k_descale), _row_scales(cache.v_descale), (0, 0, 0, 0)]
+    if cache.format.is_fp8:
+        k, v = (_by_query(plan, cache, x) for x in (cache.k_descale, cache.v_descale))
+        if operands.q_descale is not None:
+            q = _by_query(plan, cache, operands.q_descale)
+            k = q if k is None or q is None else k * q
+        kept = [x for x in (k, v) if x is not None]
+        if k is not None:
+            found[0] = (k.data_ptr(), *_bytes(k.stride(), 4))
+        if v is not None:
+            found[3] = (v.data_ptr(), *_bytes(v.stride(), 4), 0)
+    elif cache.format.v_scaled_by_channel:
+        assert cache.v_descale is not None
+        v = cache.v_descale.contiguous()
+        kept, found[3] = [v], (v.data_ptr(), 0, v.stride(0) * 4, 4)
+    return kept, tuple(x for each in found for x in each)
+
+
+def _by_query(plan: Plan, cache: LayerCache, descale: Tensor | None) -> Tensor | None:
+    """fp8's static scales [] | [num_kv_heads] | [num_seqs, num_kv_heads] as [num_tokens, num_kv_heads]."""
+    if descale is None:
+        return None
+    if descale.ndim < 2:
+        return descale.expand(plan.num_tokens, cache.num_kv_heads)
+    return descale[plan.seqs_of_rows()]
+
+
+def _row_scales(scales: Tensor | None) -> tuple[int, int, int, int]:
+    """Address and strides in bytes (block, row, head) of scales by row [num_blocks, num_kv_heads, block_size]; zeros
+    where scales are others."""
+    if scales is None or scales.ndim != 3:
+        return 0, 0, 0, 0
+    block, head, row = scales.stride()
+    return scales.data_ptr(), block * 4, row * 4, head * 4
+
+
+def _static(scales: Tensor | None, num_kv_heads: int) -> Tensor | None:
+    """Static scales as `rows.Copy` reads them: a number or contiguous channels a KV head. None: rows
+    have theirs, or there are none."""
+    if scales is None or scales.ndim == 3:
+        return None
+    return scales.contiguous() if scales.ndim == 2 else scales.expand(num_kv_heads)
 
 
 def _units(group_size: int, items: Array) -> int:

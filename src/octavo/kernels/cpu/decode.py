@@ -11,20 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import (
-    OPTIONS,
-    bytes_of,
-    find_rows,
-    finish,
-    from_pair,
-    key_position,
-    load,
-    load_kind,
-    load_pair,
-    sink_of,
-    size_of,
-    to_pair,
-)
+from octavo.kernels.cpu.native import find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     absolute,
     add,
@@ -34,6 +21,7 @@ from octavo.kernels.cpu.simd import (
     fma,
     load_f32,
     load_int,
+    load_one,
     load_splat,
     maximum,
     mul,
@@ -47,6 +35,7 @@ from octavo.kernels.cpu.simd import (
     tanh,
     totals,
 )
+from octavo.kernels.cpu.stored import OPTIONS, from_pair, load, load_pair, size_of, to_pair
 
 TILE = 16
 """Keys of a tile."""
@@ -165,6 +154,18 @@ def _add_values(v, count, offset, ahead, num_ahead, ahead_offset, p, acc, value_
 
 
 @njit(**OPTIONS)
+def _scale(s, count, scales, offset):
+    """s[key] *= the key's scale, for four heads.
+
+    scales: where the addresses of the keys' scales stand, to which the head's offset is added.
+    """
+    for t in range(0, count, 2):
+        a = load_one(load_int(scales + t * 8) + offset)
+        b = load_one(load_int(scales + min(t + 1, count - 1) * 8) + offset)
+        store(s + t * 16, mul(splat_halves(a, b), load_f32(s + t * 16)))
+
+
+@njit(**OPTIONS)
 def _load_slopes(call, h, slopes):
     """Position-bias slopes of KV head h, as the lanes of its scores: slopes [blocks][8], zeros past the group."""
     group = call.shape.group
@@ -227,16 +228,14 @@ def _softmax(s, count, state, acc, value_dim):
 @njit(**OPTIONS)
 def _load_queries(call, row, h, q, tag):
     """One row's queries of KV head h, scaled, in pair order, zeros past the group: q [blocks * 4][head_dim]."""
-    shape, tensors = call.shape, call.tensors
-    size = bytes_of(tensors.q_kind)
-    scale = splat(np.float32(call.transforms.before))
+    shape = call.shape
     zero = splat(np.float32(0))
     for i in range((shape.group + HEADS - 1) // HEADS * HEADS):
-        source = tensors.q + call.rows.rows[row] * tensors.q_strides[0]
-        source += (h * shape.group + i) * tensors.q_strides[1]
-        for d in range(0, shape.head_dim, 8):
-            x = mul(scale, load_kind(source + d * size, tensors.q_kind)) if i < shape.group else zero
-            store(q + (i * shape.head_dim + d) * 4, x)
+        if i < shape.group:
+            load_query(call, call.rows.rows[row], h * shape.group + i, q + i * shape.head_dim * 4, tag)
+        else:
+            for d in range(0, shape.head_dim, 8):
+                store(q + (i * shape.head_dim + d) * 4, zero)
         for d in range(0, shape.head_dim - 8, 16):
             target = q + (i * shape.head_dim + d) * 4
             x, y = to_pair(load_f32(target), load_f32(target + 32), tag)
@@ -257,15 +256,15 @@ def _store_results(call, row, h, split, state, acc, tag):
             store(target + 32, y)
         block, lane, head = i // HEADS, i % HEADS, h * call.shape.group + i
         m, l = state[block, lane], state[block, 8 + lane] + state[block, 12 + lane]
-        finish(call.tensors, head, call.rows.rows[row], split, m, l, sink_of(call, head), values, width)
+        finish(call, head, call.rows.rows[row], split, m, l, values, tag)
 
 
 @njit(**OPTIONS)
-def _attend(call, item, scratch, tag):
+def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, first KV head, end)."""
     seq, split, row_start, row_end, head_start, head_end = item
     q, acc, state, s, slopes, addresses = scratch
-    shape, tensors, rows = call.shape, call.tensors, call.rows
+    shape, tensors, rows, scales = call.shape, call.tensors, call.rows, call.scales
     blocks = (shape.group + HEADS - 1) // HEADS  # of four query heads, per KV head
     per_row = (head_end - head_start) * blocks
     q_base, acc_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data)
@@ -273,6 +272,7 @@ def _attend(call, item, scratch, tag):
     q_size, acc_size = HEADS * shape.head_dim * 4, HEADS * shape.value_dim * 4  # of a block
     keys = np.int64(addresses.ctypes.data)
     next_keys, values, next_values = keys + TILE * 8, keys + TILE * 16, keys + TILE * 24
+    k_scales, v_scales = keys + TILE * 32, keys + TILE * 40
     k_head, v_head, table = tensors.k_strides[2], tensors.v_strides[2], rows.block_table[seq]
     transforms, slopes_base = call.transforms, np.int64(slopes.ctypes.data)
     if transforms.bias != 0:
@@ -286,7 +286,7 @@ def _attend(call, item, scratch, tag):
             last = max(last, min(stop, np.int64(rows.hi[row])))
         for h in range(head_start, head_end):
             unit = (row - row_start) * per_row + (h - head_start) * blocks
-            _load_queries(call, row, h, q_base + unit * q_size, tag)
+            _load_queries(call, row, h, q_base + unit * q_size, k_tag)
     units = (row_end - row_start) * per_row
     acc[: units * HEADS] = 0
     state[:units, :8] = -np.inf
@@ -300,6 +300,10 @@ def _attend(call, item, scratch, tag):
     while tile < last:
         end = tile + num_next
         keys, next_keys, values, next_values = next_keys, keys, next_values, values
+        if scales.k != 0:
+            find_rows(table, shape.block_size, tile, end - tile, scales.k, scales.k_strides, k_scales)
+        if scales.v != 0:
+            find_rows(table, shape.block_size, tile, end - tile, scales.v, scales.v_strides, v_scales)
         num_next = min(TILE, last - end)
         find_rows(table, shape.block_size, end, num_next, tensors.k, tensors.k_strides, next_keys)
         find_rows(table, shape.block_size, end, num_next, tensors.v, tensors.v_strides, next_values)
@@ -329,14 +333,18 @@ def _attend(call, item, scratch, tag):
                         q_base + i * q_size,
                         shape.head_dim,
                         s_base,
-                        tag,
+                        k_tag,
                     )
+                    if scales.k != 0:
+                        _scale(s_base, count, k_scales + here, h * scales.k_strides[2])
                     if transforms.after != 0 or transforms.bias != 0:
                         lanes = slopes_base + ((h - head_start) * blocks + b) * 32
                         _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
                     if count % 2 == 1:
                         s[count] = -np.inf  # the pair's second key repeats the first
                     _softmax(s_base, count, state_base + i * 64, acc_base + i * acc_size, shape.value_dim)
+                    if scales.v != 0:
+                        _scale(s_base, count, v_scales + here, h * scales.v_strides[2])
                     _add_values(
                         values + here,
                         count,
@@ -347,18 +355,18 @@ def _attend(call, item, scratch, tag):
                         s_base,
                         acc_base + i * acc_size,
                         shape.value_dim,
-                        tag,
+                        v_tag,
                     )
         tile = end
 
     for row in range(row_start, row_end):
         for h in range(head_start, head_end):
             unit = (row - row_start) * per_row + (h - head_start) * blocks
-            _store_results(call, row, h, split, state[unit : unit + blocks], acc_base + unit * acc_size, tag)
+            _store_results(call, row, h, split, state[unit : unit + blocks], acc_base + unit * acc_size, v_tag)
 
 
 @njit(**OPTIONS)
-def work(call, tag):
+def work(call, k_tag, v_tag):
     """Take decode items until none is left; several threads may run this on one call.
 
     An item is (launch sequence, split, launch rows from and to, KV heads from and to); the largest is measured in
@@ -374,11 +382,11 @@ def work(call, tag):
         np.empty((units, 16), np.float32),
         np.empty((TILE + 2, HEADS), np.float32),
         np.empty((units, 8), np.float32),
-        np.empty((4, TILE), np.int64),
+        np.empty((6, TILE), np.int64),
     )
     while True:
         index = fetch_add(counter, 1)
         if index >= len(items):
             break
         item = items[index]
-        _attend(call, (item[0], item[1], item[2], item[3], item[4], item[5]), scratch, tag)
+        _attend(call, (item[0], item[1], item[2], item[3], item[4], item[5]), scratch, k_tag, v_tag)

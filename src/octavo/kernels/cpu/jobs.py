@@ -13,25 +13,39 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numba import cfunc, njit
 
 from octavo.kernels.cpu import decode, prefill, rows
-from octavo.kernels.cpu.native import OPTIONS, call_of
+from octavo.kernels.cpu.native import call_of
+from octavo.kernels.cpu.stored import OPTIONS, TAGS
 
-ATTEND = {torch.float32: "attend_float32", torch.float16: "attend_float16", torch.bfloat16: "attend_bfloat16"}
-"""The function that runs a launch over pages of a dtype."""
-
-_SOURCES = ("decode", "jobs", "native", "prefill", "rows", "simd")
+_SOURCES = (
+    "decode",
+    "jobs",
+    "native",
+    "prefill",
+    "rounding",
+    "rows",
+    "simd",
+    "simd_base",
+    "simd_eight_bit",
+    "stored",
+)
 
 _LOCK = threading.Lock()
 _MADE: dict[str, Any] = {}
 
 
+@cache
+def attend(k_dtype: torch.dtype, v_dtype: torch.dtype) -> str:
+    """The name of the function that runs a launch over pages of these dtypes."""
+    return "_".join(["attend", *(str(dtype).removeprefix("torch.") for dtype in (k_dtype, v_dtype))])
+
+
 def compiled(name: str) -> Any:
-    """A job's function ("append", "merge" or one of ATTEND) as machine code: a ctypes function of an address, which
-    gives up the GIL while it runs."""
+    """A job's function ("append", "merge" or one that `attend` names) as machine code: a ctypes function of an address,
+    which gives up the GIL while it runs."""
     made = _MADE.get(name)
     if made is None:
         with _LOCK:
@@ -42,10 +56,10 @@ def compiled(name: str) -> Any:
 
 
 @njit(**OPTIONS)
-def _attend(job, tag, _sources):
+def _attend(job, k_tag, v_tag, _sources):
     call = call_of(job)
-    decode.work(call, tag)
-    prefill.work(call, tag)
+    decode.work(call, k_tag, v_tag)
+    prefill.work(call, k_tag, v_tag)
 
 
 @njit(**OPTIONS)
@@ -61,18 +75,9 @@ def _merge(job, _sources):
 @cache
 def _functions() -> dict[str, Callable[[int], None]]:
     """What is compiled. Numba tells what it keeps of a function by the function's own code and the variables that it
-    closes over: hence `sources`, so that a change anywhere in the kernels is noticed. One function a dtype, as two
-    processes that compile two dtypes of one function at once can give both the same number."""
+    closes over: hence `sources`, so that a change anywhere in the kernels is noticed. One name a pair of dtypes, as
+    two processes that compile two versions of one name at once can give both the same number."""
     sources = _checksum()
-
-    def attend_float32(job):
-        _attend(job, np.float32, sources)
-
-    def attend_float16(job):
-        _attend(job, np.int16, sources)
-
-    def attend_bfloat16(job):
-        _attend(job, np.uint16, sources)
 
     def append(job):
         _append(job, sources)
@@ -80,7 +85,19 @@ def _functions() -> dict[str, Callable[[int], None]]:
     def merge(job):
         _merge(job, sources)
 
-    return {made.__name__: made for made in (attend_float32, attend_float16, attend_bfloat16, append, merge)}
+    pairs = ((k, v) for k in TAGS for v in TAGS)
+    made = [append, merge, *(_attend_function(k, v, sources) for k, v in pairs)]
+    return {one.__name__: one for one in made}
+
+
+def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, sources: int) -> Callable[[int], None]:
+    k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
+
+    def run(job):
+        _attend(job, k_tag, v_tag, sources)
+
+    run.__name__ = run.__qualname__ = attend(k_dtype, v_dtype)
+    return run
 
 
 def _checksum() -> int:

@@ -5,41 +5,26 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, njit
-from numba.core import types
-from numba.extending import overload
 
+from octavo.kernels.cpu.rounding import quantised, row_scale
 from octavo.kernels.cpu.simd import (
-    evens,
-    load_bf16,
-    load_bf16_even,
-    load_bf16_odd,
-    load_f16,
     load_f32,
+    load_one,
     load_real,
     mul,
-    odds,
     pointer,
     splat,
     store,
-    store_bf16,
-    store_f16,
     store_int,
     store_one,
-    zip_high,
-    zip_low,
 )
-
-OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-"""How every function here is compiled."""
+from octavo.kernels.cpu.stored import FLOAT32, OPTIONS, bytes_of, load_kind, store_kind, unit_of
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
-
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
-"""How numbers are stored, where a kernel learns it at run time: q and out, which are touched once."""
 
 
 class Shape(NamedTuple):
@@ -71,6 +56,19 @@ class Tensors(NamedTuple):
     out_kind: int
     lse: int
     lse_strides: tuple[int, int, int]
+
+
+class Scales(NamedTuple):
+    """Addresses of float32 scales, and strides in bytes; an address of 0: there are none."""
+
+    q: int
+    q_strides: tuple[int, int]  # query row, KV head: fp8's of q and K, which multiply q
+    k: int
+    k_strides: tuple[int, int, int]  # block, row, head: of int8 K by row; q is quantised alike
+    v: int
+    v_strides: tuple[int, int, int]  # block, row, head: of int8 V by row
+    out: int
+    out_strides: tuple[int, int, int]  # query row, KV head, channel (4 or 0): what multiplies the output
 
 
 class Transforms(NamedTuple):
@@ -110,6 +108,7 @@ class Call(NamedTuple):
     shape: Shape
     tensors: Tensors
     transforms: Transforms
+    scales: Scales
     rows: Rows
     slopes: np.ndarray
     sinks: np.ndarray
@@ -118,9 +117,10 @@ class Call(NamedTuple):
     redo: int  # address of [prefill items] bytes, see `prefill.work`
 
 
-_JOB = struct.Struct("8q 21q 2dq 6q4q 2q2q 3q3q q 2q")
+_JOB = struct.Struct("8q 21q 2dq 6q4q 2q2q 3q3q q 15q 2q")
 """A call in memory, eight bytes a word: shape, tensors, transforms; the addresses of the rows' arrays, then their
-sizes; slopes and sinks, (address, length); items, (address, number, largest), twice; redo; the two counters."""
+sizes; slopes and sinks, (address, length); items, (address, number, largest), twice; redo; scales; the two
+counters."""
 
 
 _WORDS = _JOB.size // 8
@@ -136,10 +136,12 @@ def pack(
     decode: tuple[int, int, int],
     prefill: tuple[int, int, int],
     redo: int,
+    scales: tuple[int, ...],
 ) -> ctypes.Array[ctypes.c_char]:
     """A call as kernels read it, and the memory that its threads count in: addresses and sizes, see `_JOB`."""
     job = ctypes.create_string_buffer(_JOB.size)
-    _JOB.pack_into(job, 0, *shape, *tensors, *transforms, *rows, *slopes, *sinks, *decode, *prefill, redo, 0, 0)
+    items = *decode, *prefill, redo
+    _JOB.pack_into(job, 0, *shape, *tensors, *transforms, *rows, *slopes, *sinks, *items, *scales, 0, 0)
     return job
 
 
@@ -167,6 +169,16 @@ def call_of(job):
         w[25],
         (w[26], w[27], w[28]),
     )
+    scales = Scales(
+        w[53],
+        (w[54], w[55]),
+        w[56],
+        (w[57], w[58], w[59]),
+        w[60],
+        (w[61], w[62], w[63]),
+        w[64],
+        (w[65], w[66], w[67]),
+    )
     rows = Rows(
         array_at(w[32], (w[38],), np.int64),
         array_at(w[33], (w[38],), np.int32),
@@ -179,97 +191,14 @@ def call_of(job):
         Shape(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]),
         tensors,
         Transforms(load_real(job + 29 * 8), load_real(job + 30 * 8), w[31]),
+        scales,
         rows,
         array_at(w[42], (w[43],), np.float32),
         array_at(w[44], (w[45],), np.float32),
-        Items(array_at(w[46], (w[47], 6), np.int64), w[48], job + 53 * 8),
-        Items(array_at(w[49], (w[50], 5), np.int64), w[51], job + 54 * 8),
+        Items(array_at(w[46], (w[47], 6), np.int64), w[48], job + 68 * 8),
+        Items(array_at(w[49], (w[50], 5), np.int64), w[51], job + 69 * 8),
         w[52],
     )
-
-
-def load(address: int, tag: type) -> Any:
-    """Eight stored numbers as float32; the tag, a NumPy scalar type, says at compile time how they are stored:
-    float32, int16 for float16, uint16 for bfloat16."""
-
-
-@overload(load, inline="always")
-def _load(address, tag):
-    by_tag = {types.float32: load_f32, types.int16: load_f16, types.uint16: load_bf16}[tag.dtype]
-
-    return lambda address, tag: by_tag(address)
-
-
-def load_pair(address: int, tag: type) -> Any:
-    """Sixteen stored numbers as two vectors: halves, or for bfloat16 the even and the odd ones, which cost less."""
-
-
-@overload(load_pair, inline="always")
-def _load_pair(address, tag):
-    if tag.dtype == types.uint16:
-        return lambda address, tag: (load_bf16_even(address), load_bf16_odd(address))
-    one, size = (load_f32, 32) if tag.dtype == types.float32 else (load_f16, 16)
-
-    return lambda address, tag: (one(address), one(address + size))
-
-
-def size_of(tag: type) -> int:
-    """Bytes of a stored number."""
-    return np.dtype(tag).itemsize
-
-
-@overload(size_of, inline="always")
-def _size_of(tag):
-    size = tag.dtype.bitwidth // 8
-    return lambda tag: size
-
-
-def to_pair(x: Any, y: Any, tag: type) -> Any:
-    """Two halves of sixteen numbers as `load_pair` would have them."""
-
-
-@overload(to_pair, inline="always")
-def _to_pair(x, y, tag):
-    if tag.dtype == types.uint16:
-        return lambda x, y, tag: (evens(x, y), odds(x, y))
-    return lambda x, y, tag: (x, y)
-
-
-def from_pair(x: Any, y: Any, tag: type) -> Any:
-    """The two halves of sixteen numbers that `load_pair` brought."""
-
-
-@overload(from_pair, inline="always")
-def _from_pair(x, y, tag):
-    if tag.dtype == types.uint16:
-        return lambda x, y, tag: (zip_low(x, y), zip_high(x, y))
-    return lambda x, y, tag: (x, y)
-
-
-@njit(**OPTIONS)
-def load_kind(address, kind):
-    """Eight numbers of a kind known at run time, as float32."""
-    if kind == FLOAT32:
-        return load_f32(address)
-    if kind == FLOAT16:
-        return load_f16(address)
-    return load_bf16(address)
-
-
-@njit(**OPTIONS)
-def store_kind(address, x, kind):
-    """Eight numbers to memory, in a kind known at run time."""
-    if kind == FLOAT32:
-        store(address, x)
-    elif kind == FLOAT16:
-        store_f16(address, x)
-    else:
-        store_bf16(address, x)
-
-
-@njit(**OPTIONS)
-def bytes_of(kind):
-    return 4 if kind == FLOAT32 else 2
 
 
 @njit(**OPTIONS)
@@ -308,24 +237,56 @@ def sink_of(call, head):
 
 
 @njit(**OPTIONS)
-def finish(tensors, head, row, split, m, l, sink, acc, value_dim):
+def load_query(call, row, head, target, tag):
+    """One head's query, scaled, to `target` [head_dim] float32; where K is int8 by row, q is first quantised.
+
+    tag: of K.
+    """
+    tensors, scales, width = call.tensors, call.scales, call.shape.head_dim
+    source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
+    size, factor = bytes_of(tensors.q_kind), np.float32(call.transforms.before * unit_of(tag))
+    if scales.q != 0:
+        factor *= load_one(scales.q + row * scales.q_strides[0] + head // call.shape.group * scales.q_strides[1])
+    for d in range(0, width, 8):
+        store(target + d * 4, load_kind(source + d * size, tensors.q_kind))
+    scale = np.float32(1)
+    if scales.k != 0:
+        scale = row_scale(target, FLOAT32, width)
+        for d in range(0, width * 4, 32):
+            store(target + d, quantised(load_f32(target + d), scale))
+    factors = splat(factor * scale)
+    for d in range(0, width * 4, 32):
+        store(target + d, mul(factors, load_f32(target + d)))
+
+
+@njit(**OPTIONS)
+def finish(call, head, row, split, m, l, acc, tag):
     """Write one head's output and LSE.
 
     Args:
         m, l: largest score, in powers of two, and the sum of weights.
         acc: address of the weighted sum of values, [value_dim] float32.
+        tag: of V.
     """
+    tensors, scales, sink = call.tensors, call.scales, sink_of(call, head)
     scale, top = np.float32(1), max(m, sink)
     if top > m:
         scale = np.float32(2.0 ** (m - top))
         l *= scale
     if sink > -np.inf:
         l += np.float32(2.0 ** (sink - top))
-    factor = splat(scale / l if l != 0 else np.float32(0))
+    factor = splat(scale / l * np.float32(unit_of(tag)) if l != 0 else np.float32(0))
+    by_channel = scales.out_strides[2] != 0
+    given = scales.out + row * scales.out_strides[0] + head // call.shape.group * scales.out_strides[1]
+    if scales.out != 0 and not by_channel:
+        factor = mul(factor, splat(load_one(given)))
     size = bytes_of(tensors.out_kind)
     out = tensors.out + split * tensors.out_strides[0] + row * tensors.out_strides[1] + head * tensors.out_strides[2]
-    for d in range(0, value_dim, 8):
-        store_kind(out + d * size, mul(factor, load_f32(acc + d * 4)), tensors.out_kind)
+    for d in range(0, call.shape.value_dim, 8):
+        x = mul(factor, load_f32(acc + d * 4))
+        if by_channel:
+            x = mul(x, load_f32(given + d * 4))
+        store_kind(out + d * size, x, tensors.out_kind)
     if tensors.lse != 0:
         lse = (
             tensors.lse + split * tensors.lse_strides[0] + row * tensors.lse_strides[1] + head * tensors.lse_strides[2]

@@ -11,20 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import (
-    OPTIONS,
-    array_at,
-    bytes_of,
-    find_rows,
-    finish,
-    key_position,
-    load,
-    load_kind,
-    sink_of,
-    size_of,
-)
+from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
-    WIDE,
     absolute,
     add,
     exp2,
@@ -42,7 +30,6 @@ from octavo.kernels.cpu.simd import (
     peak,
     prefetch,
     root,
-    splat,
     splat_wide,
     store,
     store_one,
@@ -51,6 +38,8 @@ from octavo.kernels.cpu.simd import (
     tanh,
     total,
 )
+from octavo.kernels.cpu.simd_base import WIDE
+from octavo.kernels.cpu.stored import OPTIONS, load, size_of
 
 KEYS = 64
 """Keys of a tile."""
@@ -228,18 +217,13 @@ def _softmax(s, start, end, bounds, tile, state, acc, width):
 
 
 @njit(**OPTIONS)
-def _load_queries(call, row_start, num_rows, head, q):
+def _load_queries(call, row_start, num_rows, head, q, tag):
     """Rows of one KV head, scaled: q [rows of six][head_dim], zeros past the last."""
-    shape, tensors = call.shape, call.tensors
-    size = bytes_of(tensors.q_kind)
-    scale = splat(np.float32(call.transforms.before))
+    shape = call.shape
     q[num_rows:] = 0
     for r in range(num_rows):
-        source = tensors.q + call.rows.rows[row_start + r // shape.group] * tensors.q_strides[0]
-        source += (head * shape.group + r % shape.group) * tensors.q_strides[1]
-        target = np.int64(q.ctypes.data) + r * shape.head_dim * 4
-        for d in range(0, shape.head_dim, 8):
-            store(target + d * 4, mul(scale, load_kind(source + d * size, tensors.q_kind)))
+        row, q_head = call.rows.rows[row_start + r // shape.group], head * shape.group + r % shape.group
+        load_query(call, row, q_head, np.int64(q.ctypes.data) + r * shape.head_dim * 4, tag)
 
 
 @njit(**OPTIONS)
@@ -285,6 +269,37 @@ def _load_values(rows, start, end, offset, value_dim, v, line, tag):
 
 
 @njit(**OPTIONS)
+def _find_scales(table, block_size, first, count, base, strides, offset, found, scales):
+    """Scales of keys first, first + 1, ... of one head: scales [count] float32.
+
+    Args:
+        base, strides: of the scales, in bytes; offset: the head's.
+        found: room for [count] int64.
+    """
+    find_rows(table, block_size, first, count, base, strides, found)
+    for t in range(count):
+        store_one(scales + t * 4, load_one(load_int(found + t * 8) + offset))
+
+
+@njit(**OPTIONS)
+def _scale_keys(k, start, end, head_dim, scales):
+    """Columns start to end - 1 of k [head_dim][KEYS] times their scales [KEYS]; a few more at the edges too."""
+    for c in range(start // WIDE * WIDE * 4, end * 4, _STEP):
+        factor = load_wide(scales + c)
+        for row in range(k + c, k + c + head_dim * _LINE, _LINE):
+            store(row, mul(factor, load_wide(row)))
+
+
+@njit(**OPTIONS)
+def _scale_values(v, start, end, line, scales):
+    """Rows start to end - 1 of v [KEYS][line bytes] times their scales [KEYS]."""
+    for t in range(start, end):
+        factor = load_splat_wide(scales + t * 4)
+        for row in range(v + t * line, v + (t + 1) * line, _STEP):
+            store(row, mul(factor, load_wide(row)))
+
+
+@njit(**OPTIONS)
 def _ask(row, num_bytes):
     """Bring a row nearer while other work goes on."""
     for line in range(0, num_bytes, 64):
@@ -320,11 +335,11 @@ def _find_terms(call, item, terms):
 
 
 @njit(**OPTIONS)
-def _attend(call, item, scratch, tag):
+def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, split, row_start, row_end, head = item
-    q, acc, state, s, k, v, distances, found, bounds, terms = scratch
-    shape, tensors, transforms = call.shape, call.tensors, call.transforms
+    q, acc, state, s, k, v, distances, found, bounds, terms, factors = scratch
+    shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
     table = call.rows.block_table[seq]
     num_rows, width = (row_end - row_start) * shape.group, acc.shape[1]
     q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
@@ -333,13 +348,14 @@ def _attend(call, item, scratch, tag):
     bounds_base = np.int64(bounds.ctypes.data)
     if transforms.bias != 0:
         _find_terms(call, item, terms)
-    _load_queries(call, row_start, num_rows, head, q)
+    _load_queries(call, row_start, num_rows, head, q, k_tag)
     acc[:] = 0
     state[:, 0] = -np.inf
     state[:, 1] = 0
 
     keys = np.int64(found.ctypes.data)
     next_keys, values, next_values = keys + KEYS * 8, keys + KEYS * 16, keys + KEYS * 24
+    room, factors_base = keys + KEYS * 32, np.int64(factors.ctypes.data)
     k_head, v_head = head * tensors.k_strides[2], head * tensors.v_strides[2]
     first_tile = first - (first - start) % KEYS
     begin, end = first - first_tile, min(last - first_tile, KEYS)
@@ -352,8 +368,20 @@ def _attend(call, item, scratch, tag):
         num_next = max(min(last - tile - KEYS, KEYS), 0)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
-        _load_keys(keys, begin, end, k_head, shape.head_dim, k_base, tag)
-        _load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, tag)
+        _load_keys(keys, begin, end, k_head, shape.head_dim, k_base, k_tag)
+        _load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, v_tag)
+        if scales.k != 0:
+            offset, into = head * scales.k_strides[2], factors_base + begin * 4
+            _find_scales(
+                table, shape.block_size, tile + begin, end - begin, scales.k, scales.k_strides, offset, room, into
+            )
+            _scale_keys(k_base, begin, end, shape.head_dim, factors_base)
+        if scales.v != 0:
+            offset, into = head * scales.v_strides[2], factors_base + begin * 4
+            _find_scales(
+                table, shape.block_size, tile + begin, end - begin, scales.v, scales.v_strides, offset, room, into
+            )
+            _scale_values(v_base, begin, end, width * 4, factors_base)
         if transforms.bias != 0:
             origin = np.int64(call.rows.positions[row_start])
             for t in range(KEYS):
@@ -361,8 +389,8 @@ def _attend(call, item, scratch, tag):
         asked = 0
         for r in range(0, num_rows, GROUP):
             for t in range(asked, min(asked + per_step, num_next)):
-                _ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(tag))
-                _ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(tag))
+                _ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
+                _ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
             asked += per_step
             # The keys that one of the six rows sees, and all vectors that hold them.
             lo, hi = np.int64(KEYS), np.int64(0)
@@ -391,13 +419,12 @@ def _attend(call, item, scratch, tag):
             sums = add(sums, load_f32(row_acc + d * 4))
         finite = finite and np.isfinite(total(sums))
         q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
-        m, l, sink = state[r, 0], state[r, 1], sink_of(call, q_head)
-        finish(tensors, q_head, q_row, split, m, l, sink, row_acc, shape.value_dim)
+        finish(call, q_head, q_row, split, state[r, 0], state[r, 1], row_acc, v_tag)
     return finite
 
 
 @njit(**OPTIONS)
-def work(call, tag):
+def work(call, k_tag, v_tag):
     """Take prefill items until none is left; several threads may run this on one call.
 
     An item is (launch sequence, split, launch rows from and to, KV head); the largest is measured in launch rows. The
@@ -418,14 +445,15 @@ def work(call, tag):
         np.zeros((shape.head_dim, KEYS), np.float32),
         np.zeros((KEYS, width), np.float32),
         np.empty(KEYS, np.float32),
-        np.empty((4, KEYS), np.int64),
+        np.empty((5, KEYS), np.int64),
         np.empty((num_rows, 2), np.int64),
         np.zeros((num_rows, 2), np.float32),
+        np.zeros(KEYS, np.float32),
     )
     while True:
         index = fetch_add(counter, 1)
         if index >= len(items):
             break
         item = items[index]
-        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, tag)
+        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, k_tag, v_tag)
         redo[index] = 0 if finite else 1

@@ -10,15 +10,20 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import OPTIONS, array_at, bytes_of, load_kind, store_kind
+from octavo.kernels.cpu.native import array_at
+from octavo.kernels.cpu.rounding import NAN, store_channels, store_fp8, store_row
 from octavo.kernels.cpu.simd import fetch_add, fma, load_f32, load_one, mul, splat, store_one
+from octavo.kernels.cpu.stored import BFLOAT16, INT8, OPTIONS, bytes_of, load_kind, store_kind
 
 CHUNK = 16
 """Rows that a thread takes at a time."""
 
 
 class Copy(NamedTuple):
-    """New rows of K (or V), and the pages that they go to: addresses, strides in bytes, storage kinds."""
+    """New rows of K (or V), and the pages that they go to: addresses, strides in bytes, storage kinds.
+
+    An address of 0: there are no such scales. int8 has one of both: scales of rows are written, static ones read.
+    """
 
     source: int
     source_strides: tuple[int, int]  # row, head
@@ -27,6 +32,10 @@ class Copy(NamedTuple):
     target_strides: tuple[int, int, int]  # block, row, head
     target_kind: int
     width: int
+    scales: int
+    scale_strides: tuple[int, int, int]  # block, row, head
+    static: int
+    static_stride: int  # head; channels of int8 follow each other
 
 
 class Parts(NamedTuple):
@@ -47,7 +56,7 @@ class Parts(NamedTuple):
     width: int
 
 
-_APPEND = struct.Struct("2q 10q 10q 2q q")
+_APPEND = struct.Struct("2q 16q 16q 2q q")
 """An append in memory: address and number of the slots; K and V, a `Copy` each; block_size, num_kv_heads; counter."""
 
 _MERGE = struct.Struct("19q 2q q")
@@ -72,19 +81,47 @@ def pack_merge(parts: tuple[int, ...], sinks: tuple[int, int]) -> ctypes.Array[c
 
 @njit(**OPTIONS)
 def _copy_at(address):
-    w = array_at(address, (10,), np.int64)
-    return Copy(w[0], (w[1], w[2]), w[3], w[4], (w[5], w[6], w[7]), w[8], w[9])
+    w = array_at(address, (16,), np.int64)
+    return Copy(
+        w[0],
+        (w[1], w[2]),
+        w[3],
+        w[4],
+        (w[5], w[6], w[7]),
+        w[8],
+        w[9],
+        w[10],
+        (w[11], w[12], w[13]),
+        w[14],
+        w[15],
+    )
 
 
 @njit(**OPTIONS)
-def _copy_row(copy, i, block, offset, num_kv_heads):
-    source = copy.source + i * copy.source_strides[0]
+def _scale_at(copy, block, offset, head):
+    """Where the scale of a row lies."""
+    return copy.scales + block * copy.scale_strides[0] + offset * copy.scale_strides[1] + head * copy.scale_strides[2]
+
+
+@njit(**OPTIONS)
+def _copy_row(copy, i, block, offset, head):
+    """One row of one head. Returns whether it holds a NaN that its format has no code for."""
+    source = copy.source + i * copy.source_strides[0] + head * copy.source_strides[1]
     target = copy.target + block * copy.target_strides[0] + offset * copy.target_strides[1]
-    from_size, to_size = bytes_of(copy.source_kind), bytes_of(copy.target_kind)
-    for head in range(num_kv_heads):
-        x, y = source + head * copy.source_strides[1], target + head * copy.target_strides[2]
-        for d in range(0, copy.width, 8):
-            store_kind(y + d * to_size, load_kind(x + d * from_size, copy.source_kind), copy.target_kind)
+    target += head * copy.target_strides[2]
+    kind, width = copy.source_kind, copy.width
+    if copy.target_kind <= BFLOAT16:
+        from_size, to_size = bytes_of(kind), bytes_of(copy.target_kind)
+        for d in range(0, width, 8):
+            store_kind(target + d * to_size, load_kind(source + d * from_size, kind), copy.target_kind)
+    elif copy.target_kind != INT8:
+        scale = copy.static + head * copy.static_stride if copy.static != 0 else np.int64(0)
+        store_fp8(source, kind, target, copy.target_kind, width, scale)
+    elif copy.static == 0:
+        store_one(_scale_at(copy, block, offset, head), store_row(source, kind, target, width))
+    else:
+        return store_channels(source, kind, target, width, copy.static + head * copy.static_stride)
+    return False
 
 
 @njit(**OPTIONS)
@@ -94,19 +131,21 @@ def append(job):
     Args:
         job: address of what `pack_append` wrote.
     """
-    w = array_at(job, (25,), np.int64)
+    w = array_at(job, (37,), np.int64)
     slots = array_at(w[0], (w[1],), np.int64)
-    k, v, block_size, num_kv_heads = _copy_at(job + 16), _copy_at(job + 96), w[22], w[23]
+    k, v, block_size, num_kv_heads = _copy_at(job + 16), _copy_at(job + 144), w[34], w[35]
     while True:
-        start = fetch_add(job + 192, CHUNK)
+        start = fetch_add(job + 288, CHUNK)
         if start >= len(slots):
             break
         for i in range(start, min(start + CHUNK, len(slots))):
             if slots[i] >= 0:
                 block = slots[i] // block_size
                 offset = slots[i] - block * block_size
-                _copy_row(k, i, block, offset, num_kv_heads)
-                _copy_row(v, i, block, offset, num_kv_heads)
+                for head in range(num_kv_heads):
+                    _copy_row(k, i, block, offset, head)
+                    if _copy_row(v, i, block, offset, head):  # who sees the key gets NaN from K's scale
+                        store_one(_scale_at(k, block, offset, head), NAN)
 
 
 @njit(**OPTIONS)

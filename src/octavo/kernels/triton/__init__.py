@@ -46,7 +46,11 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write rows to slots; arguments as in `octavo.kernels.triton.append`."""
-    with _on(k.device):
+    device = k.device
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        _append(cache, k, v, slot_mapping)
+        return
+    with torch.cuda.device(device):
         _append(cache, k, v, slot_mapping)
 
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from octavo.errors import Unsupported
 from octavo.kernels.triton.again import again, current_stream
 from octavo.kernels.triton.attend_kernel import attend_kernel
+from octavo.kernels.triton.stored import as_bytes, as_pairs, number, scale_strides
 from octavo.kernels.triton.tiles import Shape, Tile, choose
 from octavo.launch import Launch, Operands, Plan, State
 from octavo.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from octavo.cache import LayerCache
+
 MIN_COLUMNS = 16
-"""Columns that the matrix units take at least."""
+"""Columns that the matrix units take at least, of numbers of 16 bits and more."""
+
+MIN_COLUMNS_INT8 = 32
+"""The same of int8."""
 
 MAX_WINDOW = 1 << 30
 """A radius past every position: larger ones would overflow int32."""
@@ -35,8 +44,8 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] of any float dtype and lse (or None) of
             this launch's splits; written at the launch's rows only.
     """
-    q, cache, slopes, sinks = operands[:4]
-    k, v, (out, lse) = cache.k_cache, cache.v_cache, state
+    q, cache, slopes, sinks, q_scale = operands
+    k, v, (out, lse), k_scale, v_scale = cache.k_cache, cache.v_cache, state, cache.k_descale, cache.v_descale
     at = (
         q.data_ptr(),
         k.data_ptr(),
@@ -45,22 +54,25 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         None if lse is None else lse.data_ptr(),
         None if slopes is None else slopes.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        None if q_scale is None else q_scale.data_ptr(),
+        None if k_scale is None else k_scale.data_ptr(),
+        None if v_scale is None else v_scale.data_ptr(),
     )
     # All that a launch depends on beside these addresses; of them, whether Triton may load 16 bytes at a time.
     key = (
         launch.first_state,
         current_stream(q.device),
-        (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0)) % 16,
+        (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0) | (at[8] or 0) | (at[9] or 0)) % 16,
         spec,
         (q.dtype, k.dtype, v.dtype, out.dtype),
-        k.stride(),
-        v.stride(),
+        cache.facts,
         # Shapes are the spec's, so that contiguous tensors have the same strides; asking for those takes longer.
         q.is_contiguous() or q.stride(),
         out.is_contiguous() or out.stride(),
         None if lse is None else lse.is_contiguous() or lse.stride(),
         None if slopes is None else slopes.stride(),
         None if sinks is None else sinks.stride(),
+        None if q_scale is None else q_scale.stride(),
     )
     prepared = plan.memo.get(key)
     if prepared is None:
@@ -94,9 +106,18 @@ class Variant(NamedTuple):
 
 
 def variant(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands) -> Variant:
-    """The variant of a launch that has rows and sequences."""
+    """The variant of a launch that has rows and sequences.
+
+    Raises:
+        Unsupported: batch invariance with 8-bit pages, where the kernel's variants differ in the last bit of some rows.
+    """
+    if plan.batch_invariant and operands.cache.format.is_eight_bit:
+        raise Unsupported(
+            f"batch_invariant=True is not served with cache format {operands.cache.format.name} on a GPU: a row's last "
+            "bit may depend on the rows beside it; use 16-bit pages, or a CPU"
+        )
     max_rows = max_query_len(plan, launch) * spec.group_size
-    tile = choose_tile(spec, plan.batch_invariant, max_rows, operands.q, operands.cache.k_cache)
+    tile = choose_tile(spec, plan.batch_invariant, max_rows, operands.q, operands.cache)
     one_tile = max_rows <= tile.rows
     in_pieces = launch.pieces is not None and one_tile
     return Variant(
@@ -113,8 +134,10 @@ def _prepare(
     spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State, key: tuple[Any, ...]
 ) -> None:
     """Run a launch for the first layer of its kind, and keep with the plan what the others need."""
-    q, cache, alibi_slopes, sinks = operands[:4]
-    k_cache, v_cache, (out, lse) = cache.k_cache, cache.v_cache, state
+    q, cache, alibi_slopes, sinks, q_scale = operands
+    (out, lse), kv_format = state, cache.format
+    k_cache = as_pairs(cache.k_cache) if kv_format.is_fp8 else cache.k_cache
+    v_cache = as_pairs(cache.v_cache) if cache.v_cache.dtype.itemsize == 1 else cache.v_cache
     num_seqs, num_splits = launch.kv_splits.shape[0], launch.num_splits
     if not max_query_len(plan, launch) or not num_seqs:
         return
@@ -127,7 +150,9 @@ def _prepare(
         _check_tickets(tickets, num_tiles * spec.num_kv_heads)
     else:
         num_tiles = num_seqs if form.one_tile else plan.num_tokens * spec.group_size // tile.rows + num_seqs
-    head_width, value_width = cut(spec.head_dim), cut(spec.v_dim)
+    head_width, value_width = widths(spec, cache)
+    v_type, shift = weights(cache, q.dtype)
+    row_seqs = launch.rows is not None and q_scale is not None and q_scale.ndim == 2
     constants = {
         "CAUSAL": spec.causal,
         "SQRT_ALIBI": spec.alibi == "sqrt",
@@ -142,6 +167,21 @@ def _prepare(
         "BLOCK_SIZE": plan.block_size,
         **dict(zip(("K_BLOCK", "K_ROW", "K_HEAD"), k_cache.stride()[:3], strict=True)),
         **dict(zip(("V_BLOCK", "V_ROW", "V_HEAD"), v_cache.stride()[:3], strict=True)),
+        **dict(zip(("K_SCALE_BLOCK", "K_SCALE_HEAD", "K_SCALE_ROW"), scale_strides(cache.k_descale), strict=True)),
+        **dict(
+            zip(
+                ("V_SCALE_BLOCK", "V_SCALE_HEAD", "V_SCALE_ROW"),
+                scale_strides(cache.v_descale, kv_format.v_scaled_by_channel),
+                strict=True,
+            )
+        ),
+        "Q_NUMBER": number(q.dtype),
+        "K_NUMBER": number(cache.k_cache.dtype),
+        "V_NUMBER": number(cache.v_cache.dtype),
+        "V_SCALED_BY_ROW": kv_format.v_scaled_by_row,
+        "V_TYPE": v_type,
+        "SHIFT": shift,
+        "ISA": instructions(q.device),
         "WORLD": plan.shard.dcp_world,
         "INTERLEAVE": plan.shard.interleave,
         "BLOCK_M": tile.rows,
@@ -153,7 +193,9 @@ def _prepare(
         "UPCAST": not isinstance(attend_kernel, triton.JITFunction),
     }
     units = exponent_units(spec)
-    tensors = (q, k_cache, v_cache, out, lse, alibi_slopes, sinks)
+    tensors = (
+        as_bytes(q), k_cache, v_cache, out, lse, alibi_slopes, sinks, q_scale, cache.k_descale, cache.v_descale,
+    )  # fmt: skip
     rest = (
         launch.query_start_loc,
         launch.kv_splits,
@@ -164,12 +206,14 @@ def _prepare(
         tickets,
         plan.positions,
         plan.seq_lens,
+        plan.seqs_of_rows() if row_seqs else None,
         plan.block_table,
         q.stride()[:2],
         out.stride()[1:3],
         (0, 0) if lse is None else lse.stride()[1:],
         plan.block_table.stride(0),
         (1 if alibi_slopes is None else alibi_slopes.stride(0), 1 if sinks is None else sinks.stride(0)),
+        (0, 0) if q_scale is None else scale_strides(q_scale)[:2],
         plan.num_tokens,
         num_seqs,
         num_splits,
@@ -182,7 +226,7 @@ def _prepare(
         plan.shard.dcp_rank,
     )
     grid = (num_tiles * spec.num_kv_heads * num_splits, 1, 1)
-    compiled_for = (key[2:5], form, launch.seqs is None, *_facts(tensors), *constants.values())
+    compiled_for = (key[2:5], form, launch.seqs is None, row_seqs, *_facts(tensors), *constants.values())
     compiled = plan.workspace.kernels.get(compiled_for)
     if compiled is None:
         options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
@@ -262,21 +306,41 @@ def same_interval(spec: AttentionSpec, plan: Plan, launch: Launch) -> bool:
     return max_query_len(plan, launch) == 1 or not bounded
 
 
-def choose_tile(spec: AttentionSpec, batch_invariant: bool, max_rows: int, q: Tensor, k_cache: Tensor) -> Tile:
+def choose_tile(spec: AttentionSpec, batch_invariant: bool, max_rows: int, q: Tensor, cache: LayerCache) -> Tile:
     """The tile of a launch whose sequences have at most max_rows rows each."""
-    same = q.dtype == k_cache.dtype
+    k_width, v_width = widths(spec, cache)
+    eight_bit = cache.format.is_eight_bit
+    wide = q.dtype == torch.float32 if eight_bit else q.dtype != cache.k_cache.dtype
     return choose(
         Shape(
             max_rows=max_rows,
-            head_dim=sum(cut(spec.head_dim)),
-            value_dim=sum(cut(spec.v_dim)),
-            q_bytes=q.element_size() if same else 4,
-            kv_bytes=k_cache.element_size() if same else 4,
+            head_dim=sum(k_width),
+            value_dim=sum(v_width),
+            q_bytes=4 if wide else max(2, q.element_size()),
+            kv_bytes=4 if wide else cache.v_cache.element_size(),
             batch_invariant=batch_invariant,
             shared_limit=shared_limit(q.device),
             warpgroups=has_warpgroups(q.device),
         )
     )
+
+
+def widths(spec: AttentionSpec, cache: LayerCache) -> tuple[Width, Width]:
+    """The parts that K and V are loaded in: columns that follow each other, or the even and the odd ones."""
+    k_bytes, v_bytes = cache.k_cache.dtype.itemsize, cache.v_cache.dtype.itemsize
+    if cache.format.is_fp8:
+        k_width = halves(spec.head_dim)
+    else:
+        k_width = cut(spec.head_dim, MIN_COLUMNS_INT8 if k_bytes == 1 else MIN_COLUMNS)
+    return k_width, halves(spec.v_dim) if v_bytes == 1 else cut(spec.v_dim)
+
+
+def weights(cache: LayerCache, q_dtype: torch.dtype) -> tuple[Any, int]:
+    """What 8-bit V is multiplied as, and the power of two in its weights."""
+    if not cache.format.v_scaled_by_row:
+        return tl.float16, 14
+    # The scales of V's rows multiply the weights: as large as the model's dtype allows.
+    return {torch.bfloat16: (tl.bfloat16, 0), torch.float16: (tl.float16, 6)}.get(q_dtype, (tl.float32, 0))
 
 
 class Width(NamedTuple):
@@ -286,12 +350,18 @@ class Width(NamedTuple):
     rest: int
 
 
-def cut(width: int) -> Width:
-    """The parts of a row of `width` columns, with the least padding that two parts allow."""
-    whole = max(MIN_COLUMNS, 1 << (width - 1).bit_length())
-    if whole == MIN_COLUMNS:
+def halves(width: int) -> Width:
+    """The even and the odd columns of a row."""
+    half = max(MIN_COLUMNS, 1 << (width - 1).bit_length() >> 1)
+    return Width(half, half)
+
+
+def cut(width: int, least: int = MIN_COLUMNS) -> Width:
+    """The parts of a row of `width` columns, with the least padding that two parts of `least` or more allow."""
+    whole = max(least, 1 << (width - 1).bit_length())
+    if whole == least:
         return Width(whole, 0)
-    rest = max(MIN_COLUMNS, 1 << (width - whole // 2 - 1).bit_length())
+    rest = max(least, 1 << (width - whole // 2 - 1).bit_length())
     return Width(whole, 0) if rest == whole // 2 else Width(whole // 2, rest)
 
 
@@ -299,6 +369,15 @@ def cut(width: int) -> Width:
 def has_warpgroups(device: torch.device) -> bool:
     """Whether four warps multiply together (Hopper's wgmma)."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache
+def instructions(device: torch.device) -> int:
+    """NVIDIA's compute capability times 10; 0 elsewhere."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @lru_cache

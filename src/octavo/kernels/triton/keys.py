@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.eight_bit import unpack
+
 
 @triton.jit
 def find_rows(
@@ -46,10 +48,17 @@ def rows_in_block(
     BLOCK_KV: tl.constexpr,
 ):
     """Pointers [BLOCK_KV, BLOCK_DIM] to which every tile adds its blocks: what a loop over tiles works out once."""
+    at = scales_in_block(plane_ptr, row_stride, BLOCK_SIZE, BLOCK_KV)
+    return at[:, None] + (COLUMN + tl.arange(0, BLOCK_DIM))[None, :]
+
+
+@triton.jit
+def scales_in_block(plane_ptr, row_stride, BLOCK_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The same for one number of a row: [BLOCK_KV]."""
     row = tl.zeros([BLOCK_KV], tl.int64)
     if BLOCK_KV % BLOCK_SIZE == 0 or BLOCK_SIZE % BLOCK_KV == 0:
         row += tl.arange(0, BLOCK_KV) % BLOCK_SIZE
-    return plane_ptr + (row * row_stride)[:, None] + (COLUMN + tl.arange(0, BLOCK_DIM))[None, :]
+    return plane_ptr + row * row_stride
 
 
 @triton.jit
@@ -69,11 +78,36 @@ def load_keys(
         if there is None:
             x = tl.load(at)
         else:
-            x = tl.load(at, mask=there[:, None], other=0.0)
+            x = tl.load(at, mask=there[:, None], other=0)
     elif there is None:
-        x = tl.load(at, mask=in_row, other=0.0)
+        x = tl.load(at, mask=in_row, other=0)
     else:
-        x = tl.load(at, mask=there[:, None] & in_row, other=0.0)
-    if UPCAST:
+        x = tl.load(at, mask=there[:, None] & in_row, other=0)
+    if UPCAST and x.dtype.is_floating():
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def load_pairs(
+    rows,  # [BLOCK_KV, BLOCK_DIM] pointers to int16, or to the bytes of even columns
+    offset,  # [BLOCK_KV] int64, elements
+    there,  # [BLOCK_KV] bool, the rows to load, or None: all
+    BLOCK_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    NUMBER: tl.constexpr,
+    TYPE: tl.constexpr,
+    ISA: tl.constexpr,
+):
+    """The even columns and the odd ones of 8-bit rows as TYPE: [BLOCK_KV, BLOCK_DIM] each, 0 past DIM and where not
+    there."""
+    if rows.dtype.element_ty == tl.int16:
+        pairs = load_keys(rows, offset, there, 0, BLOCK_DIM, DIM // 2, False)
+    else:
+        at, column = rows + offset[:, None], 2 * tl.arange(0, BLOCK_DIM)[None, :]
+        low, high = column < DIM, column + 1 < DIM
+        if there is not None:
+            low, high = low & there[:, None], high & there[:, None]
+        low, high = tl.load(at, mask=low, other=0).to(tl.uint8), tl.load(at + 1, mask=high, other=0).to(tl.uint8)
+        pairs = low.to(tl.int16) | (high.to(tl.int16) << 8)
+    return unpack(pairs, NUMBER, TYPE, ISA)

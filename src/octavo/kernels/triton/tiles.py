@@ -41,7 +41,7 @@ class Shape:
     Args:
         max_rows: bound of the rows (tokens x group size) of a launch sequence.
         head_dim, value_dim: widths as loaded, with what pads them.
-        q_bytes, kv_bytes: bytes of an element of q and of the cache as they are multiplied.
+        q_bytes, kv_bytes: bytes of an element of q and of V; 4 where they meet in float32.
         batch_invariant: the choice must not depend on max_rows.
         shared_limit: bytes of shared memory that a program may use.
         warpgroups: whether four warps multiply together, with both factors in shared memory (Hopper).
@@ -90,6 +90,8 @@ def _wanted(shape: Shape) -> Tile:
     if width > 256:
         return Tile(min(_rows(shape), 32), 32, 8, 5)
     rows = _rows(shape)
+    if rows > 64 and shape.warpgroups and shape.kv_bytes == 1 and width <= 128:
+        return Tile(128, 128, 8, 3)  # V passes through registers, which leaves none to spare for a second program
     if rows > 64 and shape.warpgroups:
         # Two programs of 128 registers a thread hide each other's waits, though the accumulators hardly fit.
         return Tile(128, 64, 8, 4, 128) if width <= 128 else Tile(128, 64, 8, 5)
@@ -104,7 +106,7 @@ def _wanted(shape: Shape) -> Tile:
     if width > 128:
         return Tile(rows, 64, 4, 3)
     if width > 64:
-        return Tile(rows, 128, 4, 3, 232 if shape.warpgroups else None)
+        return Tile(rows, 128, 4, 5 if shape.kv_bytes == 1 else 3, 232 if shape.warpgroups else None)
     return Tile(rows, 128, 4, 5)
 
 

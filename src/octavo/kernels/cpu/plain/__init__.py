@@ -1,4 +1,4 @@
-"""The same kernels in plain PyTorch: where Numba is missing, and for the few dtypes that the compiled ones lack."""
+"""The same kernels in plain PyTorch: where Numba is missing, and rows that the compiled ones do not write or merge."""
 
 from octavo.kernels.cpu.plain.append import append
 from octavo.kernels.cpu.plain.attend import attend
