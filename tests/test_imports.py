@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantise": {"formats"},
     "checks": set(),
     "batch": {"checks", "spec"},
-    "cache": {"errors", "formats"},
+    "cache": {"checks", "errors", "formats"},
     "launch": {"checks", "spec"},
     "reference": {"spec", "batch", "cache", "quantise"},
     "scales": {"formats"},
