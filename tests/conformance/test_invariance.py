@@ -93,7 +93,7 @@ def test_bits_follow_from_the_row(backend: Backend, layer: str, dtype: torch.dty
     """J09, J16: alone, beside others, in any order, chunked, loose bounds, other pages, in a cascade."""
     problem = make(backend, layer, dtype, world=world, rank=world - 1)
     everyone = tuple(range(len(LENGTHS)))
-    if backend.device.type == "cuda" and problem.cache.format.is_eight_bit:
+    if problem.q.is_cuda and problem.cache.format.is_eight_bit:
         with pytest.raises(Unsupported, match="cache format"):
             step(problem, everyone)
         return
