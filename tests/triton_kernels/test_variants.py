@@ -125,7 +125,7 @@ def serve(
         *((name, mode, "auto") for name in SPECS for mode in MODES),
         ("llama", "default", "int8_kv"),
         ("llama", "ranks", "fp8_e4m3"),
-        ("everything", "invariant", "int8_per_token"),
+        ("everything", "ranks", "int8_per_token"),
         ("one head a group", "default", "int8_k"),
     ],
 )

@@ -34,7 +34,6 @@ def attend_keys(
     row_scale,  # float32, number or [BLOCK_M]: static scales of q and of K
     soft_cap,
     rank,
-    zero,  # 0, of which no compiler need know
     CAUSAL: tl.constexpr,
     SQRT_ALIBI: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,7 +99,7 @@ def attend_keys(
         v_scales = scales_in_block(v_scale_ptr, V_SCALE_ROW, BLOCK_SIZE, BLOCK_KV)
 
     for t in tl.range(first // BLOCK_KV, tl.cdiv(last, BLOCK_KV), num_stages=STAGES):
-        j = t * BLOCK_KV + (tl.arange(0, BLOCK_KV) + zero)
+        j = t * BLOCK_KV + tl.arange(0, BLOCK_KV)
         block, row = find_rows(table_ptr, j, t, first, last, BLOCK_SIZE, BLOCK_KV)
         # No row of V may come from outside, where anything may stand: 0 * NaN is NaN. A score can be left out later.
         there = (j - first).to(tl.uint32) < (last - first).to(tl.uint32)
