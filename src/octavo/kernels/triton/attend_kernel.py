@@ -194,11 +194,11 @@ def attend_kernel(
             stray += tl.sum(rest * 0.0)
         if stray != 0:
             peak, total, acc, rest = attend_keys(
-                q_ptr, k_ptr, v_ptr, k_scale_ptr, row_v_scale_ptr, table_ptr, is_row, pos, slopes, lo, hi, first, last,
-                whole_begin, whole_end, factor, pre_scale, row_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM,
-                BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW, V_BLOCK, V_ROW, K_SCALE_BLOCK,
-                K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER, V_NUMBER, V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE,
-                BLOCK_M, BLOCK_KV, 1, UPCAST, CAREFUL=True,
+                q_ptr, k_ptr, v_ptr, k_scale_ptr, row_v_scale_ptr, table_ptr, is_row, pos, slopes, lo, hi, first,
+                last, whole_begin, whole_end, factor, pre_scale, row_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI,
+                HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW,
+                V_BLOCK, V_ROW, K_SCALE_BLOCK, K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER, V_NUMBER,
+                V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, 1, UPCAST, CAREFUL=True,
             )  # fmt: skip
 
     # Finalise: a row that saw nothing gives (0, -inf).
