@@ -49,22 +49,21 @@ PARTS = AttentionSpec(32, 8, 80)
 LAUNCHES = (
     *(Compiled("decode", PLAIN, 1, gpu) for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
     *(Compiled("prefill", PLAIN, 300, gpu, capped=gpu == "sm_90") for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
-    *(Compiled("encoder", ENCODER, 300, gpu, capped=gpu == "sm_90") for gpu in ("sm_80", "sm_90", "sm_100")),
-    *(Compiled("two-parts", PARTS, 300, gpu, capped=gpu == "sm_90") for gpu in ("sm_80", "sm_90", "sm_100")),
+    Compiled("encoder", ENCODER, 300, "sm_80"),
+    *(Compiled("two-parts", PARTS, 300, gpu, capped=gpu == "sm_90") for gpu in ("sm_80", "sm_90")),
     Compiled("everything", ALL, 1, "sm_90"),
     Compiled("everything", ALL, 300, "sm_90", capped=True),
     Compiled("everything", ALL, 300, "gfx942"),
     Compiled("encoder-256", AttentionSpec(8, 1, 256, causal=False), 300, "sm_90"),
     Compiled("decode-512", AttentionSpec(8, 1, 512), 1, "sm_80"),
-    *(Compiled("decode-fp8", PLAIN, 1, gpu, kv_format="fp8_e4m3") for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
-    *(Compiled("decode-int8", PLAIN, 1, gpu, kv_format="int8_kv") for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")),
+    *(Compiled("decode-fp8", PLAIN, 1, gpu, kv_format="fp8_e4m3") for gpu in ("sm_80", "sm_90", "gfx942")),
+    *(Compiled("decode-int8", PLAIN, 1, gpu, kv_format="int8_kv") for gpu in ("sm_80", "sm_90", "sm_100")),
     Compiled("decode-int8-k", PLAIN, 1, "sm_90", kv_format="int8_k"),
     Compiled("decode-per-token", PLAIN, 1, "sm_80", kv_format="int8_per_token"),
     Compiled("decode-e5m2-80", AttentionSpec(32, 8, 80), 1, "sm_90", kv_format="fp8_e5m2"),
     Compiled("everything-int8", ALL, 1, "sm_90", kv_format="int8_per_token"),
     Compiled("prefill-fp8", PLAIN, 300, "sm_90", kv_format="fp8_e4m3"),
     Compiled("prefill-int8", PLAIN, 300, "sm_90", kv_format="int8_kv"),
-    Compiled("prefill-int8", PLAIN, 300, "sm_80", kv_format="int8_kv"),
     Compiled("prefill-per-token", PLAIN, 300, "sm_100", kv_format="int8_per_token"),
     Compiled("prefill-int8-k", PLAIN, 300, "gfx942", kv_format="int8_k"),
     Compiled("prefill-int8-k", PLAIN, 300, "sm_90", capped=True, kv_format="int8_k"),
@@ -88,7 +87,7 @@ def test_it_fits_with_the_careful_pass(launch: Compiled, tmp_path: Path, monkeyp
     assert compile_launch(launch, tmp_path, monkeypatch).spilled <= CAREFUL
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("block_size", [1, 16])
 def test_two_programs_of_a_decode_share_a_multiprocessor(
     block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
