@@ -26,12 +26,29 @@ class Binary:
         shared: bytes of shared memory, the dynamic part included.
         spilled: bytes (NVIDIA: of stack; AMD: of scratch memory) that a thread keeps outside registers.
         registers: of a thread.
+        cubin: NVIDIA's binary, for `matrix_loops`.
     """
 
     name: str
     shared: int
     spilled: int
     registers: int
+    cubin: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Instructions of a loop around matrix multiplications.
+
+    Args:
+        copies: loads of 16 bytes that reach shared memory while the loop goes on.
+        loads: loads of other global memory that a register waits for.
+        spills: loads and stores of what registers had no room for.
+    """
+
+    copies: int
+    loads: int
+    spills: int
 
 
 def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
@@ -49,7 +66,24 @@ def compile_call(gpu: str, call: Callable[[], object]) -> list[Binary]:
         patch.setattr(JITFunction, "run", only_compile)
         call()
     assert all(kernels), "a kernel was not compiled"
-    return [Binary(kernel.name, kernel.metadata.shared, *_needed(kernel.asm)) for kernel in kernels]
+    return [
+        Binary(kernel.name, kernel.metadata.shared, *_needed(kernel.asm), kernel.asm.get("cubin")) for kernel in kernels
+    ]
+
+
+def matrix_loops(binary: Binary) -> list[Loop]:
+    """The loops of NVIDIA's binary that multiply matrices, in the program's order."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _dump(binary.cubin, "-sass"))
+    code = [(int(address, 16), instruction) for address, instruction in found]
+    loops = []
+    for end, instruction in code:
+        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
+        inside = [text for address, text in code if jump and int(jump[1], 16) <= address <= end]
+        if any("MMA." in text for text in inside):
+            copies = sum("LDGSTS" in text and ".128" in text for text in inside)
+            loads = sum(bool(re.search(r"\bLDG\b", text)) for text in inside)
+            loops.append(Loop(copies, loads, sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in inside)))
+    return loops
 
 
 def pretended(gpu: str) -> SimpleNamespace:
@@ -73,12 +107,15 @@ def _needed(asm: dict[str, Any]) -> tuple[int, int]:
             for name in ("private_segment_fixed_size", "vgpr_count")
         )
         return spilled, registers
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", _dump(asm["cubin"], "--dump-resource-usage"))
+    return max(int(stack) + int(local) for _, stack, local in found), max(int(n) for n, _, _ in found)
+
+
+def _dump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told.stdout)
-    return max(int(stack) + int(local) for _, stack, local in found), max(int(n) for n, _, _ in found)
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

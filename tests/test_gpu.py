@@ -466,3 +466,36 @@ def test_the_same_bits_twice(cut: str, kv_format: str) -> None:
     for _ in range(5):
         run_twice(once)
     assert_attention(step.problem, *once())
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_rows_of_a_long_chunk_have_the_bits_of_single_ones(kv_format: str) -> None:
+    """In the batch-invariant mode, whose kernels for the two have the same tile and differ in all else."""
+    spec, many, length = AttentionSpec(8, 2, 64, window_left=600), 150, 1100
+    step = Step.of(
+        Case("chunk", spec, (many,), (length,), dtype=torch.bfloat16, kv_format=kv_format), batch_invariant=True
+    )
+    step.run()
+    problem, table = step.problem, step.problem.batch.block_table
+    for new in (1, 3):
+        plan = step.planner.plan(AttentionBatch.from_lengths([new], [length], table, device=table.device))
+        out, lse = step.out[:new].clone(), step.lse[:new].clone()
+        octavo.run(plan, spec, problem.q[many - new :], problem.cache, out, lse)
+        assert_same_bits(f"out of {new}", out, step.out[many - new :])
+        assert_same_bits(f"lse of {new}", lse, step.lse[many - new :])
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_layers_share_what_a_plan_keeps(cut: str) -> None:
+    """The second and third layer take the launches of the first, with addresses of their own."""
+    options = dict(CUTS[cut])
+    invariant = options.pop("batch_invariant", False)
+    shared = tuple(group for level in options.get("prefix_levels", ()) for group in level)
+    case = decode(LENGTHS, 4, shared=shared)
+    step = Step.of(case, batch_invariant=invariant)
+    plan = step.planner.plan(step.problem.batch, **options)
+    for seed in range(3):
+        problem = build(case, seed=seed, device="cuda", poison=float("nan"))
+        out, lse = torch.full_like(step.out, 99.0), torch.full_like(step.lse, 99.0)
+        octavo.run(plan, SPEC, problem.q, problem.cache, out, lse, sinks=problem.sinks)
+        assert_attention(problem, out, lse)

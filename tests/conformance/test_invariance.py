@@ -13,7 +13,6 @@ from conformance.backends import Backend
 from conformance.harness import groups, skip_if_unserved
 from octavo.batch import AttentionBatch
 from octavo.bench.cases import Case, Problem, build
-from octavo.errors import Unsupported
 from octavo.planner import Planner, PrefixGroup
 from octavo.spec import AttentionSpec, KVShard
 from tolerance import assert_attention, assert_same_bits
@@ -93,10 +92,6 @@ def test_bits_follow_from_the_row(backend: Backend, layer: str, dtype: torch.dty
     """J09, J16: alone, beside others, in any order, chunked, loose bounds, other pages, in a cascade."""
     problem = make(backend, layer, dtype, world=world, rank=world - 1)
     everyone = tuple(range(len(LENGTHS)))
-    if problem.q.is_cuda and problem.cache.format.is_eight_bit:
-        with pytest.raises(Unsupported, match="cache format"):
-            step(problem, everyone)
-        return
     wanted = step(problem, everyone)
     if world == 1:
         whole = (torch.cat([wanted[s][i] for s in everyone]) for i in range(2))

@@ -54,10 +54,16 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
         _append(cache, k, v, slot_mapping)
 
 
-def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
+def merge(
+    parts: State,
+    sinks: Tensor | None,
+    result: State,
+    query_start_loc: Tensor | None = None,
+    memo: dict[tuple[Any, ...], Any] | None = None,
+) -> None:
     """Merge parts; arguments as in `octavo.kernels.triton.merge`."""
     with _on(parts.out.device):
-        _merge(parts, sinks, result, query_start_loc)
+        _merge(parts, sinks, result, query_start_loc, memo)
 
 
 def fill_step(

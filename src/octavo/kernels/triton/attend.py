@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.errors import Unsupported
 from octavo.kernels.triton.again import again, current_stream
 from octavo.kernels.triton.attend_kernel import attend_kernel
 from octavo.kernels.triton.stored import as_bytes, as_pairs, number, scale_strides
@@ -106,16 +105,7 @@ class Variant(NamedTuple):
 
 
 def variant(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands) -> Variant:
-    """The variant of a launch that has rows and sequences.
-
-    Raises:
-        Unsupported: batch invariance with 8-bit pages, where the kernel's variants differ in the last bit of some rows.
-    """
-    if plan.batch_invariant and operands.cache.format.is_eight_bit:
-        raise Unsupported(
-            f"batch_invariant=True is not served with cache format {operands.cache.format.name} on a GPU: a row's last "
-            "bit may depend on the rows beside it; use 16-bit pages, or a CPU"
-        )
+    """The variant of a launch that has rows and sequences."""
     max_rows = max_query_len(plan, launch) * spec.group_size
     tile = choose_tile(spec, plan.batch_invariant, max_rows, operands.q, operands.cache)
     one_tile = max_rows <= tile.rows
@@ -336,7 +326,9 @@ def widths(spec: AttentionSpec, cache: LayerCache) -> tuple[Width, Width]:
 
 
 def weights(cache: LayerCache, q_dtype: torch.dtype) -> tuple[Any, int]:
-    """What 8-bit V is multiplied as, and the power of two in its weights."""
+    """What 8-bit V is multiplied as, and the power of two in the weights of V, where float16 would lose small ones."""
+    if cache.v_cache.dtype in (torch.bfloat16, torch.float32):
+        return None, 0
     if not cache.format.v_scaled_by_row:
         return tl.float16, 14
     # The scales of V's rows multiply the weights: as large as the model's dtype allows.

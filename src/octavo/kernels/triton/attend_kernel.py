@@ -11,9 +11,8 @@ import triton.language as tl
 
 from octavo.kernels.triton.attend_keys import attend_keys
 from octavo.kernels.triton.attend_parts import merge_parts, store_parts, store_rows
-from octavo.kernels.triton.common import LOG2E, local_count, mask_bounds
-
-NO_KEY = tl.constexpr(2**31 - 1)
+from octavo.kernels.triton.attend_rows import bounds_of_keys, query_row, row_of_table, rows_of_program
+from octavo.kernels.triton.common import LOG2E
 
 
 # What changes from step to step must not make another kernel. Triton ignores these lists for what is in a tuple.
@@ -113,56 +112,19 @@ def attend_kernel(
     UPCAST: tl.constexpr,
 ):
     """A program: BLOCK_M rows of one KV head against one split of their keys."""
-    # Rows: which tile of which launch sequence this is, and which keys.
-    kv_head, tile, split = work_item(num_tiles, NUM_KV_HEADS, ONE_TILE)
-    first_row, part, num_parts = 0, 0, 1
+    # Which rows this program has, and which keys.
+    kv_head, tile, split, seq, part, num_parts, start, num_rows, is_row, row, head, pos, lo, hi = rows_of_program(
+        tl.program_id(0), query_start_loc_ptr, kv_splits_ptr, rows_ptr, pieces_ptr, positions_ptr, seq_lens_ptr,
+        num_seqs, num_splits, num_tiles, window_left, window_right, rank, CAUSAL, NUM_KV_HEADS, GROUP_SIZE, WORLD,
+        INTERLEAVE, BLOCK_M, ONE_TILE,
+    )  # fmt: skip
+    if num_rows <= 0:
+        return
+    first, last, whole_begin, whole_end = bounds_of_keys(is_row, lo, hi, BLOCK_KV)
     out_ptr += split.to(tl.int64) * num_tokens * out_stride[0]
     if lse_ptr is not None:
         lse_ptr += split.to(tl.int64) * num_tokens * lse_stride[0]
-    if pieces_ptr is not None:
-        # A record tells all, so that keys are looked up at once.
-        pieces_ptr += tile * 8
-        seq, part, num_parts = tl.load(pieces_ptr), tl.load(pieces_ptr + 1), tl.load(pieces_ptr + 2)
-        kv_start, kv_end = tl.load(pieces_ptr + 3), tl.load(pieces_ptr + 4)
-        start, query_len, num_keys = tl.load(pieces_ptr + 5), tl.load(pieces_ptr + 6), tl.load(pieces_ptr + 7)
-    else:
-        seq = tile
-        if not ONE_TILE:
-            seq = sequence_of_tile(query_start_loc_ptr, tile, num_seqs, GROUP_SIZE, BLOCK_M)
-        start = tl.load(query_start_loc_ptr + seq)
-        query_len = tl.load(query_start_loc_ptr + seq + 1) - start
-        if not ONE_TILE:
-            first_row = (tile - first_tile(start, seq, GROUP_SIZE, BLOCK_M)) * BLOCK_M
-        kv_splits_ptr += seq.to(tl.int64) * (num_splits + 1) + split
-        kv_start, kv_end = tl.load(kv_splits_ptr), tl.load(kv_splits_ptr + 1)
-    num_rows = query_len * GROUP_SIZE
-    if first_row >= num_rows:
-        return
-    flat = first_row + tl.arange(0, BLOCK_M)
-    is_row = flat < num_rows
-    row = query_row(rows_ptr, start + flat // GROUP_SIZE, is_row)
-    head = kv_head * GROUP_SIZE + flat % GROUP_SIZE
-    if pieces_ptr is not None:
-        pos = num_keys - query_len + flat // GROUP_SIZE
-    else:
-        pos = tl.load(positions_ptr + row, mask=is_row, other=0)
-        num_keys = tl.load(seq_lens_ptr + row, mask=is_row, other=0)
-
-    # Bounds: the mask of each row, in local keys of this split.
-    lo, hi = mask_bounds(pos, num_keys, window_left, window_right, CAUSAL)
-    lo = tl.maximum(local_count(lo, WORLD, rank, INTERLEAVE), kv_start)
-    hi = tl.minimum(local_count(hi, WORLD, rank, INTERLEAVE), kv_end)
-    sees = is_row & (lo < hi)
-    last = tl.max(tl.where(sees, hi, 0))
-    first = tl.minimum(tl.min(tl.where(sees, lo, NO_KEY)), last)
-    # Tiles of keys that every row sees whole need no mask.
-    whole_begin = tl.cdiv(tl.max(tl.where(is_row, lo, 0)), BLOCK_KV)
-    whole_end = tl.min(tl.where(is_row, hi, NO_KEY)) // BLOCK_KV
-
-    q_ptr += row * q_stride[0] + head * q_stride[1]
-    table = seq.to(tl.int64)
-    if seqs_ptr is not None:
-        table = tl.load(seqs_ptr + seq)
+    table = row_of_table(seqs_ptr, seq)
     row_scale = static_scales(
         q_scale_ptr, k_scale_ptr, row_seqs_ptr, row, is_row, table, kv_head, q_scale_stride, K_SCALE_BLOCK,
         K_SCALE_HEAD, K_NUMBER,
@@ -172,33 +134,45 @@ def attend_kernel(
         k_scale_ptr += kv_head.to(tl.int64) * K_SCALE_HEAD
         if V_SCALED_BY_ROW:
             row_v_scale_ptr = v_scale_ptr + kv_head.to(tl.int64) * V_SCALE_HEAD
-    table_ptr += table * table_stride
-    k_ptr += kv_head.to(tl.int64) * K_HEAD
-    v_ptr += kv_head.to(tl.int64) * V_HEAD
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + head * term_stride[0], mask=is_row, other=0.0)
 
     # The loop, and once more with care where a value that is not finite may have reached rows that do not see
     # its key: 0 * NaN is NaN. The same tiles, since others would round otherwise.
-    peak, total, acc, rest = attend_keys(
-        q_ptr, k_ptr, v_ptr, k_scale_ptr, row_v_scale_ptr, table_ptr, is_row, pos, slopes, lo, hi, first, last,
-        whole_begin, whole_end, factor, pre_scale, row_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM,
-        BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW, V_BLOCK, V_ROW, K_SCALE_BLOCK,
-        K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER, V_NUMBER, V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE,
-        BLOCK_M, BLOCK_KV, STAGES, UPCAST, CAREFUL=False,
+    log_total, total, acc, rest = attend_keys(
+        q_ptr + row * q_stride[0] + head * q_stride[1], k_ptr + kv_head.to(tl.int64) * K_HEAD,
+        v_ptr + kv_head.to(tl.int64) * V_HEAD, k_scale_ptr, row_v_scale_ptr, table_ptr + table * table_stride, is_row,
+        pos, slopes, lo, hi, first, last, whole_begin, whole_end, factor, pre_scale, row_scale, soft_cap, rank, 0,
+        CAUSAL, SQRT_ALIBI, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK,
+        K_ROW, V_BLOCK, V_ROW, K_SCALE_BLOCK, K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER, V_NUMBER,
+        V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, STAGES, UPCAST, CAREFUL=False,
     )  # fmt: skip
     if not SAME_INTERVAL:
         stray = tl.sum(acc * 0.0)  # in one step: on Blackwell, Triton 3.6 fails at a reduction of a reduction
         if REST_VALUE > 0:
             stray += tl.sum(rest * 0.0)
         if stray != 0:
-            peak, total, acc, rest = attend_keys(
-                q_ptr, k_ptr, v_ptr, k_scale_ptr, row_v_scale_ptr, table_ptr, is_row, pos, slopes, lo, hi, first,
-                last, whole_begin, whole_end, factor, pre_scale, row_scale, soft_cap, rank, CAUSAL, SQRT_ALIBI,
-                HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK, K_ROW,
-                V_BLOCK, V_ROW, K_SCALE_BLOCK, K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER, V_NUMBER,
-                V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, 1, UPCAST, CAREFUL=True,
+            # It is NaN here. No compiler knows that, so that none works out what follows before the first loop, which
+            # has no registers to spare for it.
+            zero = (stray == 1.0).to(tl.int32)
+            kv_head_, _, _, seq_, _, _, _, _, is_row_, row_, head_, pos_, lo_, hi_ = rows_of_program(
+                tl.program_id(0) + zero, query_start_loc_ptr, kv_splits_ptr, rows_ptr, pieces_ptr, positions_ptr,
+                seq_lens_ptr, num_seqs, num_splits, num_tiles, window_left, window_right, rank, CAUSAL, NUM_KV_HEADS,
+                GROUP_SIZE, WORLD, INTERLEAVE, BLOCK_M, ONE_TILE,
+            )  # fmt: skip
+            first_, last_, whole_begin_, whole_end_ = bounds_of_keys(is_row_, lo_, hi_, BLOCK_KV)
+            slopes_ = None
+            if slopes_ptr is not None:
+                slopes_ = tl.load(slopes_ptr + head_ * term_stride[0], mask=is_row_, other=0.0)
+            log_total, total, acc, rest = attend_keys(
+                q_ptr + row_ * q_stride[0] + head_ * q_stride[1], k_ptr + kv_head_.to(tl.int64) * K_HEAD,
+                v_ptr + kv_head_.to(tl.int64) * V_HEAD, k_scale_ptr, row_v_scale_ptr,
+                table_ptr + row_of_table(seqs_ptr, seq_) * table_stride, is_row_, pos_, slopes_, lo_, hi_, first_,
+                last_, whole_begin_, whole_end_, factor, pre_scale, row_scale, soft_cap, rank, zero, CAUSAL,
+                SQRT_ALIBI, HEAD_DIM, VALUE_DIM, BLOCK_HEAD, REST_HEAD, BLOCK_VALUE, REST_VALUE, BLOCK_SIZE, K_BLOCK,
+                K_ROW, V_BLOCK, V_ROW, K_SCALE_BLOCK, K_SCALE_ROW, V_SCALE_BLOCK, V_SCALE_ROW, Q_NUMBER, K_NUMBER,
+                V_NUMBER, V_TYPE, SHIFT, ISA, WORLD, INTERLEAVE, BLOCK_M, BLOCK_KV, 1, UPCAST, CAREFUL=True,
             )  # fmt: skip
 
     # Finalise: a row that saw nothing gives (0, -inf).
@@ -219,7 +193,7 @@ def attend_kernel(
             else:
                 out *= tl.load(v_scale_ptr)
     # A division, which no compiler contracts with what follows: a sink must join the same bits here and in `merge`.
-    lse = tl.div_rn(peak + tl.log2(total), tl.zeros_like(total) + LOG2E)
+    lse = tl.div_rn(log_total, tl.zeros_like(total) + LOG2E)
 
     # Store, or leave a part and let the last piece of the sequence merge them.
     if pieces_ptr is None or num_parts == 1:
@@ -233,7 +207,7 @@ def attend_kernel(
                 VALUE_DIM, BLOCK_OUT, REST_OUT,
             )  # fmt: skip
     else:
-        part_row = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * PART_ROWS + flat
+        part_row = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * PART_ROWS + tl.arange(0, BLOCK_M)
         store_parts(out, parts_ptr, part_row, is_row, VALUE_DIM, 0, BLOCK_OUT)
         if REST_OUT > 0:
             store_parts(rest, parts_ptr, part_row, is_row, VALUE_DIM, BLOCK_OUT, REST_OUT)
@@ -289,45 +263,3 @@ def static_scales(
                 seq = tl.load(row_seqs_ptr + row, mask=is_row, other=0)
             scale *= tl.load(q_scale_ptr + seq * q_scale_stride[0] + kv_head * q_scale_stride[1])
     return scale
-
-
-@triton.jit
-def query_row(rows_ptr, launch_row, is_row):
-    """The query rows behind launch rows, int64."""
-    if rows_ptr is None:
-        return launch_row.to(tl.int64)
-    else:
-        return tl.load(rows_ptr + launch_row, mask=is_row, other=0)
-
-
-@triton.jit
-def work_item(num_tiles, NUM_KV_HEADS: tl.constexpr, ONE_TILE: tl.constexpr):
-    """(KV head, tile, split) of this program."""
-    pid = tl.program_id(0)
-    if ONE_TILE:
-        # Heads run together: their keys share pages.
-        kv_head, tile, split = pid % NUM_KV_HEADS, pid // NUM_KV_HEADS % num_tiles, pid // (NUM_KV_HEADS * num_tiles)
-    else:
-        # A head's keys stay in the L2 cache; its last tiles, which are the longest, come first.
-        tile = num_tiles - 1 - pid % num_tiles
-        kv_head, split = pid // num_tiles % NUM_KV_HEADS, pid // (NUM_KV_HEADS * num_tiles)
-    return kv_head, tile, split
-
-
-@triton.jit
-def first_tile(start, seq, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The first tile of a launch sequence; a bound that needs no sum over the sequences before."""
-    return start * GROUP_SIZE // BLOCK_M + seq
-
-
-@triton.jit
-def sequence_of_tile(query_start_loc_ptr, tile, num_seqs, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The launch sequence that a tile belongs to, by bisection."""
-    low, high = 0, num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first_tile(tl.load(query_start_loc_ptr + middle), middle, GROUP_SIZE, BLOCK_M) <= tile:
-            low = middle
-        else:
-            high = middle
-    return low

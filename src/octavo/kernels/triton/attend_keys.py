@@ -34,6 +34,7 @@ def attend_keys(
     row_scale,  # float32, number or [BLOCK_M]: static scales of q and of K
     soft_cap,
     rank,
+    zero,  # 0, of which no compiler need know
     CAUSAL: tl.constexpr,
     SQRT_ALIBI: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -65,7 +66,12 @@ def attend_keys(
     UPCAST: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """peak and total [BLOCK_M] in powers of two, acc [BLOCK_M, BLOCK_VALUE] and rest [BLOCK_M, REST_VALUE].
+    """log_total and total [BLOCK_M], acc [BLOCK_M, BLOCK_VALUE] and rest [BLOCK_M, REST_VALUE].
+
+    log_total is the logarithm to base 2 of the sum of a row's weights; acc and rest are to be divided by total.
+
+    Sums of products are written as `fma`: left to the compiler, whether a product is rounded first would depend on what
+    is compiled around it, and the same row would not have the same bits in every variant of the kernel.
 
     Widths that are no power of two come in two parts, BLOCK and REST; rows of fp8 K and of 8-bit V in their even and
     their odd columns. CAREFUL keeps values that are not finite from rows that do not see their key.
@@ -98,8 +104,12 @@ def attend_keys(
     if v_scale_ptr is not None:
         v_scales = scales_in_block(v_scale_ptr, V_SCALE_ROW, BLOCK_SIZE, BLOCK_KV)
 
-    for t in tl.range(first // BLOCK_KV, tl.cdiv(last, BLOCK_KV), num_stages=STAGES):
-        j = t * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    # From 0, not from the first tile: where the start is worked out late, Triton 3.7 no longer sees that the numbers of
+    # a row follow each other. It then loads K and V one number at a time, and outside its pipeline.
+    begin = first // BLOCK_KV
+    for i in tl.range(0, tl.cdiv(last, BLOCK_KV) - begin, num_stages=STAGES):
+        t = begin + i
+        j = t * BLOCK_KV + (tl.arange(0, BLOCK_KV) + zero)
         block, row = find_rows(table_ptr, j, t, first, last, BLOCK_SIZE, BLOCK_KV)
         # No row of V may come from outside, where anything may stand: 0 * NaN is NaN. A score can be left out later.
         there = (j - first).to(tl.uint32) < (last - first).to(tl.uint32)
@@ -122,11 +132,9 @@ def attend_keys(
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         shift = finite_peak(new_peak)
         rescale = tl.exp2((peak - shift) * unit)
-        down = -shift * unit
-        if SHIFT > 0:
-            down += SHIFT
+        down = tl.fma(-shift, unit, 1.0 * SHIFT)
         p = tl.exp2(tl.fma(scores, wide_unit, down[:, None]))
-        total = total * rescale + tl.sum(p, 1)
+        total = tl.fma(total, rescale, tl.sum(p, 1))
         peak = new_peak
         if V_PAIRS:
             v, v_rest = load_pairs(v_rows, v_at, there, BLOCK_VALUE, VALUE_DIM, V_NUMBER, V_TYPE, ISA)
@@ -147,10 +155,7 @@ def attend_keys(
         acc = add_values(acc * rescale[:, None], p, v, j, lo, hi, UPCAST, CAREFUL)
         if REST_VALUE > 0:
             rest = add_values(rest * rescale[:, None], p, v_rest, j, lo, hi, UPCAST, CAREFUL)
-    peak *= unit
-    if SHIFT > 0:
-        peak -= SHIFT
-    return peak, total, acc, rest
+    return tl.fma(peak, unit, tl.log2(total) - SHIFT), total, acc, rest
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def transform_scores(
             distance = -tl.sqrt(tl.abs(distance))
         elif not CAUSAL:
             distance = -tl.abs(distance)
-        scores = scores + slopes[:, None] * distance
+        scores = tl.fma(slopes[:, None], distance, scores)
     return scores
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.again import again, current_stream
 from octavo.launch import State
 
 PARTS_AT_ONCE = 32
@@ -15,7 +19,13 @@ UNROLL = 4
 """Parts whose loads are under way together; they are still added one after another."""
 
 
-def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
+def merge(
+    parts: State,
+    sinks: Tensor | None,
+    result: State,
+    query_start_loc: Tensor | None = None,
+    memo: dict[tuple[Any, ...], Any] | None = None,
+) -> None:
     """Merge parts by their LSE, the sink as one more part without a value.
 
     Parts that are not empty are added one after another, so that empty ones, wherever they stand (a longer
@@ -28,20 +38,32 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
         result: out [1, ...] of any float dtype, lse [1, ...] float32 or None; written in place.
         query_start_loc: [num_seqs + 1] int32; rows from its last entry on belong to no sequence and stay as
             they are. None: all rows are written.
+        memo: where launches are kept for merges of the same kind, those of a plan's other layers; None: nowhere.
     """
     assert parts.lse is not None
+    tensors = (parts.out, parts.lse, sinks, result.out, result.lse, query_start_loc)
+    at = tuple(None if x is None else x.data_ptr() for x in tensors)
+    stream = current_stream(parts.out.device)
+    # All that a launch depends on beside these addresses; of them, whether Triton may load 16 bytes at a time.
+    key = (
+        "merge",
+        stream,
+        (parts.out.data_ptr() | result.out.data_ptr() | (at[2] or 0)) % 16,
+        (parts.out.dtype, result.out.dtype),
+        parts.out.shape,
+        tuple(None if x is None else x.stride() for x in tensors),
+        None if query_start_loc is None else query_start_loc.shape[0],
+    )
+    prepared: Prepared | None = None if memo is None else memo.get(key)
+    if prepared is not None:
+        prepared.run(*at, *prepared.rest)
+        return
     num_parts, num_tokens, num_q_heads, value_dim = parts.out.shape
     # The step from part to part changes with the number of tokens: whether 16 divides it must not, or another kernel is
     # compiled.
     step = parts.out.stride(0)
     unit = 16 if parts.out.stride(1) % 16 == 0 and step % 16 == 0 else 1
-    merge_kernel[num_tokens, num_q_heads](
-        parts.out,
-        parts.lse,
-        sinks,
-        result.out,
-        result.lse,
-        query_start_loc,
+    rest = (
         step // unit,
         parts.out.stride()[1:],
         parts.lse.stride(0),
@@ -51,13 +73,25 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
         1 if sinks is None else sinks.stride(0),
         num_parts,
         0 if query_start_loc is None else query_start_loc.shape[0] - 1,
-        VALUE_DIM=value_dim,
-        BLOCK_DIM=1 << (value_dim - 1).bit_length(),
-        BLOCK_PARTS=PARTS_AT_ONCE,
-        UNROLL=UNROLL,
-        UNIT=unit,
-        num_warps=1 if value_dim <= 128 else 4,
     )
+    constants = {
+        "VALUE_DIM": value_dim,
+        "BLOCK_DIM": 1 << (value_dim - 1).bit_length(),
+        "BLOCK_PARTS": PARTS_AT_ONCE,
+        "UNROLL": UNROLL,
+        "UNIT": unit,
+    }
+    grid = (num_tokens, num_q_heads, 1)
+    compiled = merge_kernel[grid](*tensors, *rest, **constants, num_warps=1 if value_dim <= 128 else 4)
+    if compiled is not None and memo is not None:  # not interpreted
+        memo[key] = Prepared(again(compiled, grid, stream), (*rest, *constants.values()))
+
+
+class Prepared(NamedTuple):
+    """A compiled kernel with its grid, and what follows the addresses."""
+
+    run: Callable[..., None]
+    rest: tuple[Any, ...]
 
 
 @triton.jit(
