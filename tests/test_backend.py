@@ -36,7 +36,8 @@ def test_what_is_declared_is_supported(dtype, kv_format) -> None:
     layout = Backend.page_layout(SPEC, dtype, kv_format, block_size=16)
     numbers = 16 * (layout.format.k_dtype.itemsize + layout.format.v_dtype.itemsize)
     scales = 4 * (layout.format.k_scaled_by_row + layout.format.v_scaled_by_row)
-    assert layout.page_bytes == 16 * 2 * (numbers + scales)
+    assert layout.token_bytes == 2 * (numbers + scales)
+    assert layout.page_bytes == 16 * layout.token_bytes
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,28 @@ def test_builder_facts() -> None:
         AttentionBatch.from_lengths([1], [1], [[1]])
     )
     assert captured.launches[0].num_splits == 4  # as many as the longest sequence needs, whatever this one does
+
+
+@pytest.mark.parametrize(
+    ("config", "planned_for"), [({}, 1), ({"num_speculative_tokens": 3}, 4), ({"graphs_of_all_steps": True}, 2)]
+)
+def test_steps_of_one_graph_are_planned_alike(config, planned_for) -> None:
+    """A plan follows from a bound of query lengths: decodes have that of drafts, or every step that of its rows."""
+    make = builder(**config)
+    make._buffers = object()  # as on a GPU
+    make._planner = planner = Recorder()
+    batch = AttentionBatch.from_lengths([1, 1], [9, 9], [[1, 2, 3], [4, 5, 6]])
+    make.build(0, batch)
+    make.build_for_graph_capture(batch)
+    assert [step.max_query_len for step in planner.steps] == [planned_for] * 2
+    assert builder(**config).build(0, batch).launches[0].max_query_len == 1
+
+
+class Recorder:
+    """Stands in for a planner and keeps what it is asked to plan."""
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def plan(self, batch, *, common_prefix_len, buffers) -> None:
+        self.steps.append(batch)

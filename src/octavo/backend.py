@@ -19,6 +19,7 @@ from octavo.errors import Unsupported
 from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS, KVFormat
 from octavo.launch import Plan, PlanBuffers
 from octavo.planner import Planner
+from octavo.rotation import Rotation
 from octavo.run import append, run
 from octavo.spec import AttentionSpec, KVShard
 from octavo.warm_up import warm_up
@@ -92,7 +93,10 @@ class BuilderConfig:
         max_num_seqs, max_num_tokens: of a step. Given both, the builder of a GPU keeps memory for plans and writes all
             plans without a shared prefix to it, at the same addresses: a plan is then valid until the next `build`,
             and graphs captured over plans see those built later. None: every plan has memory of its own.
-        num_speculative_tokens: draft tokens per request and step.
+        num_speculative_tokens: draft tokens per request and step. Decodes with at most so many drafts are all planned
+            alike, so that a graph of decodes fits each of them.
+        graphs_of_all_steps: graphs are captured over steps of every kind and told apart by num_seqs and num_tokens
+            alone. Steps with equal ones are then planned alike, decodes as if they were prefills.
         shard: the keys that this rank holds.
         batch_invariant: output bits of a request depend on that request alone.
         device: where batches live.
@@ -105,6 +109,7 @@ class BuilderConfig:
     max_model_len: int
     num_kv_heads: int | None = None
     num_speculative_tokens: int = 0
+    graphs_of_all_steps: bool = False
     shard: KVShard = KVShard()
     batch_invariant: bool = False
     device: torch.device = torch.device("cpu")
@@ -145,7 +150,16 @@ class MetadataBuilder:
             metadata: the step.
         """
         buffers = None if common_prefix_len else self._buffers
+        metadata = dataclasses.replace(metadata, max_query_len=self._query_len_to_plan_for(metadata))
         return self._planner.plan(metadata, common_prefix_len=common_prefix_len, buffers=buffers)
+
+    def _query_len_to_plan_for(self, metadata: AttentionBatch) -> int:
+        """Plans follow from an upper bound of query lengths; steps that share a graph must have equal ones."""
+        if self._buffers is None:
+            return metadata.max_query_len
+        if self.config.graphs_of_all_steps:
+            return metadata.num_tokens
+        return max(metadata.max_query_len, self.reorder_batch_threshold)
 
     def build_for_graph_capture(self, metadata: AttentionBatch) -> Plan:
         """The plan to capture: as if every sequence could be as long as the model allows.
@@ -193,6 +207,9 @@ class Impl:
         k_offset: float32 [num_kv_heads, head_dim], subtracted from K before it is stored, so that the int8 formats lose
             less where channels of K lie far from zero. Softmax does not see it, as it moves all scores of a row alike;
             `forward` puts it back into the LSE. None: nothing is subtracted.
+        rotation: what K (less its offset) is multiplied by before it is stored, and q before it meets K, so that the
+            int8 formats lose less where channels of K or q are larger than the others. Scores stay. A layer that shares
+            pages has the rotation of the one that writes them. None: nothing is multiplied.
 
     Raises:
         ValueError: tensors and spec do not fit.
@@ -208,6 +225,7 @@ class Impl:
         sinks: Tensor | None = None,
         shares_kv: bool = False,
         k_offset: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         for name, term, wanted in (
             ("alibi_slopes", alibi_slopes, spec.alibi is not None),
@@ -225,14 +243,28 @@ class Impl:
         self.k_offset = k_offset
         if k_offset is not None:
             _check_offset(spec, k_offset, kind)
+        self.rotation = rotation
+        if rotation is not None:
+            _check_rotation(spec, rotation, kind)
 
     def update_cache(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan | None) -> None:
         """Write new keys and values [>= num_slots, num_kv_heads, head_dim | value_dim] into their pages.
 
         A layer that shares another's pages writes nothing, nor does a step without slots or plan.
         """
-        if not self.shares_kv and plan is not None and plan.slot_mapping is not None:
-            append(cache, k if self.k_offset is None else k.float() - self.k_offset, v, plan.slot_mapping)
+        if plan is not None and plan.slot_mapping is not None:
+            self.append(k, v, cache, plan.slot_mapping)
+
+    def append(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        """The same for slots [num_slots] int64 that no plan names, as engines that write outside of plans have them."""
+        if self.shares_kv:
+            return
+        if self.k_offset is not None:
+            k = (k.float() - self.k_offset).to(k.dtype)
+        if self.rotation is not None:
+            _check_rotated("k", k, self.rotation.k)
+            k = k @ self.rotation.k
+        append(cache, k, v, slot_mapping)
 
     def forward(
         self,
@@ -269,7 +301,7 @@ class Impl:
         run(
             plan,
             self.spec,
-            q,
+            q if self.rotation is None else _rotated(q, self.rotation, plan),
             cache,
             out,
             lse,
@@ -294,6 +326,29 @@ def _check_offset(spec: AttentionSpec, k_offset: Tensor, kind: AttentionKind) ->
     shape = (spec.num_kv_heads, spec.head_dim)
     if k_offset.dtype != torch.float32 or tuple(k_offset.shape) != shape:
         raise ValueError(f"k_offset must be float32 {shape}, got {k_offset.dtype} {tuple(k_offset.shape)}")
+
+
+def _check_rotation(spec: AttentionSpec, rotation: Rotation, kind: AttentionKind) -> None:
+    if kind in ("encoder", "encoder_only"):
+        raise Unsupported(f"a rotation is for pages; a layer of kind {kind!r} attends to raw keys")
+    shape = (spec.head_dim, spec.head_dim)
+    if tuple(rotation.q.shape) != shape or tuple(rotation.k.shape) != shape:
+        raise ValueError(
+            f"a rotation of K and q must be {shape}, got {tuple(rotation.k.shape)} and {tuple(rotation.q.shape)}"
+        )
+
+
+def _rotated(q: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+    """q as it meets rotated keys."""
+    if plan.batch_invariant:
+        raise Unsupported("a rotation is not batch invariant: a product of matrices may round a row by its neighbours")
+    _check_rotated("q", q, rotation.q)
+    return q @ rotation.q
+
+
+def _check_rotated(name: str, rows: Tensor, matrix: Tensor) -> None:
+    if rows.dtype != matrix.dtype:
+        raise TypeError(f"the rotation was made for {name} of {matrix.dtype}, got {rows.dtype}; make one for it")
 
 
 def _restore_lse(plan: Plan, spec: AttentionSpec, q: Tensor, k_offset: Tensor, lse: Tensor) -> None:

@@ -166,6 +166,13 @@ class PageLayout:
         return self.block_size * self.num_kv_heads * torch.float32.itemsize
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's rows and scales. `block_size` times this is `page_bytes`, where no plane needs padding:
+        in pages of any multiple of 16 rows."""
+        num_scales = self.format.k_scaled_by_row + self.format.v_scaled_by_row
+        return (self._k_bytes + self._v_bytes + num_scales * self._scale_bytes) // self.block_size
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a record, padding included."""
         num_scales = self.format.k_scaled_by_row + self.format.v_scaled_by_row

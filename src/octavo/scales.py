@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -39,6 +40,26 @@ class KVModel:
     name: str
     fingerprint: str
     layers: tuple[LayerShape, ...]
+
+
+_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""What of a configuration tells one model from another; the rest changes with the versions of Transformers."""
+
+
+def fingerprint(config: object) -> str:
+    """The fingerprint of a model whose (text) configuration has these attributes, as Transformers names them."""
+    facts = json.dumps({name: getattr(config, name, None) for name in _SIZES}, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ import octavo
 from octavo import kernels
 from octavo.backend import AttentionKind, Backend
 from octavo.cache import Order
+from octavo.plugins.transformers import status as transformers_status
+from octavo.plugins.vllm import status as vllm_status
 from octavo.spec import AttentionSpec
 
 PACKAGES = (
@@ -66,6 +68,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         "backends": backends(),
         "support": support(),
         "pages": pages(),
+        "integrations": integrations(),
     }
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -219,6 +222,25 @@ def pages() -> list[dict[str, Any]]:
     return rows
 
 
+def integrations() -> list[dict[str, Any]]:
+    """The engines that Octavo plugs into; `reason`: why one would run without it, None: it would not."""
+    found = vllm_status.version()
+    return [
+        {
+            "name": "vLLM",
+            "version": None if found is None else found[1],
+            "reason": vllm_status.why_inactive(),
+            "how": vllm_status.HOW_TO_ASK,
+        },
+        {
+            "name": "Transformers",
+            "version": transformers_status.version(),
+            "reason": transformers_status.why_inactive(),
+            "how": f"{transformers_status.note()}; {transformers_status.HOW_TO_ASK}",
+        },
+    ]
+
+
 def _page_layout_reason(order: Order) -> str | None:
     try:
         Backend.page_layout(AttentionSpec(**_SPEC), torch.float32, "auto", Backend.preferred_block_size, order)
@@ -255,6 +277,11 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     table = _table("Kernels", "backend", "device", "state")
     for row in facts["backends"]:
         _row(table, row["name"], row["device"], row["reason"] or ": ".join(filter(None, ("available", row["note"]))))
+    console.print(table)
+    table = _table("Integrations", "engine", "version", "state")
+    for row in facts["integrations"]:
+        state = f"found: {row['how']}" if row["reason"] is None else f"runs without Octavo: {row['reason']}"
+        _row(table, row["name"], row["version"] or "not installed", state)
     console.print(table)
     table = _table("Support", "device", "option", "served", "not served")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}

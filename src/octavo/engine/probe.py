@@ -14,30 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from octavo.attention_call import spec_of_call
 from octavo.backend import window_radii
 from octavo.engine.errors import ModelError
+from octavo.errors import Unsupported
 from octavo.spec import AttentionSpec
 
 PROBE = "octavo_probe"
 _RECORD = "octavo_record"
 _MASK = "octavo_mask_function"
-
-IGNORED_ARGUMENTS = frozenset(
-    {
-        "cache",
-        "cache_position",
-        "deterministic",
-        "dropout",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Arguments of an attention call that do not change what it computes when no cache of Transformers is used."""
 
 MAX_MASK_PROBE = 1 << 15
 """Masks are compared up to this position."""
@@ -119,33 +104,17 @@ def _run_one_token(model: PreTrainedModel) -> list[tuple[nn.Module, _Record]]:
 
 def _layer(where: str, module: nn.Module, record: _Record, max_model_len: int) -> ProbedLayer:
     arguments = dict(record.arguments)
-    scale = arguments.pop("scaling", None)
-    window = arguments.pop("sliding_window", None)
-    cap = arguments.pop("softcap", None)
-    sinks = arguments.pop("s_aux", None)
-    causal = arguments.pop("is_causal", None)
-    unknown = sorted(k for k, v in arguments.items() if k not in IGNORED_ARGUMENTS and v is not None and v is not False)
-    if unknown:
-        raise ModelError(f"{where} passes {', '.join(unknown)} to its attention, which Octavo does not know")
+    causal, window = arguments.pop("is_causal", None), arguments.pop("sliding_window", None)
+    try:
+        spec, sinks = spec_of_call(
+            record.query, record.key, record.value, arguments, causal=True, window=window_radii(window)
+        )
+    except (Unsupported, ValueError) as error:
+        raise ModelError(f"{where}: {error}") from error
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ModelError(f"{where} attends to later tokens too: it is an encoder, the engine serves decoders")
     if record.calls > 1:
         raise ModelError(f"{where} is called {record.calls} times a token; its calls would share their pages")
-    left, right = window_radii(window)
-    try:
-        spec = AttentionSpec(
-            num_q_heads=record.query.shape[1],
-            num_kv_heads=record.key.shape[1],
-            head_dim=record.key.shape[3],
-            value_dim=record.value.shape[3],
-            softmax_scale=None if scale is None else float(scale),
-            window_left=left,
-            window_right=right,
-            logits_soft_cap=cap or None,
-            sinks=sinks is not None,
-        )
-    except ValueError as error:
-        raise ModelError(f"{where}: {error}") from error
     _check_mask(where, spec, record.mask, max_model_len)
     return ProbedLayer(module, spec, sinks)
 

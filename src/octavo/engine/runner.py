@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -25,7 +23,8 @@ from octavo.engine.scheduler import ScheduledChunk
 from octavo.errors import Unsupported
 from octavo.formats import KVFormat
 from octavo.launch import Plan
-from octavo.scales import KVModel, KVScales, LayerShape
+from octavo.rotation import hadamard
+from octavo.scales import KVModel, KVScales, LayerShape, fingerprint
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the device's free memory that the cache takes when no budget is given."""
@@ -111,8 +110,15 @@ class ModelRunner:
         )
         self._builder = MetadataBuilder(config)
         offsets = [None if kv_scales is None else kv_scales.offset_of_layer(i) for i in range(len(layers))]
+        widths = {x.spec.head_dim for x in layers if KVFormat.parse(kv_format, model.dtype).k_scaled_by_row}
+        rotations = {width: hadamard(width, model.dtype, model.device) for width in widths}
         impls = [
-            Impl(layer.spec, sinks=layer.sinks, k_offset=None if offset is None else offset.to(model.device))
+            Impl(
+                layer.spec,
+                sinks=layer.sinks,
+                k_offset=None if offset is None else offset.to(model.device),
+                rotation=rotations.get(layer.spec.head_dim),
+            )
             for layer, offset in zip(layers, offsets, strict=True)
         ]
         try:
@@ -243,26 +249,10 @@ class ModelRunner:
         return logits if rows is None or self._keeps_chosen_logits else logits[rows]
 
 
-_SIZES = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-"""What of a configuration tells one model from another; the rest changes with the versions of Transformers."""
-
-
 def _kv_model(model: PreTrainedModel, layers: Sequence[ProbedLayer]) -> KVModel:
-    config = model.config.get_text_config()
-    facts = json.dumps({name: getattr(config, name, None) for name in _SIZES}, sort_keys=True)
     return KVModel(
         name=Path(model.config.name_or_path).name or type(model).__name__,
-        fingerprint=hashlib.sha256(facts.encode()).hexdigest()[:16],
+        fingerprint=fingerprint(model.config.get_text_config()),
         layers=tuple(LayerShape(x.spec.num_kv_heads, x.spec.head_dim, x.spec.v_dim) for x in layers),
     )
 

@@ -1,0 +1,43 @@
+"""A Hadamard rotation of K and q: scores stay, and int8 rows lose less.
+
+A row's scale must reach its largest number. Where a few channels of K or q are much larger than the others, those get
+few steps; turned by a Hadamard matrix, every new channel is a sum of all old ones with signs, and none stands out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What rows of q and K [..., head_dim] are multiplied by from the right.
+
+    Args:
+        q, k: [head_dim, head_dim], in the dtype of q and K; q @ k.T is the unit matrix, so that q . k stays what it is.
+    """
+
+    q: Tensor
+    k: Tensor
+
+
+def hadamard(head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Rotation:
+    """The rotation by Hadamard matrices, in blocks as wide as the largest power of two that divides head_dim.
+
+    All entries are powers of two or their negatives, exact in any float dtype. Where the width is no square the matrix
+    of K is twice that of q (or the other way round), instead of both having a square root in them.
+
+    Args:
+        head_dim: width of a row, at least 1. An odd one has blocks of 1 and stays as it is.
+        dtype, device: of q and K.
+    """
+    width = head_dim & -head_dim
+    signs = torch.ones(1, 1)
+    while signs.shape[0] < width:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    whole = torch.kron(torch.eye(head_dim // width), signs).to(device)
+    log2 = width.bit_length() - 1
+    return Rotation((whole * 2.0 ** -((log2 + 1) // 2)).to(dtype), (whole * 2.0 ** -(log2 // 2)).to(dtype))
