@@ -127,7 +127,7 @@ def run(
     for launch in plan.launches:
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
         family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]))
-    family.merge(parts, sinks, result, plan.launches[-1].query_start_loc)
+    family.merge(parts, sinks, result, plan.launches[-1].query_start_loc, plan.memo)
 
 
 def _rows(x: Tensor, n: int) -> Tensor:

@@ -145,7 +145,9 @@ def test_a_written_nan_is_seen_by_who_sees_the_key_only(backend: Backend, name: 
     sees = torch.zeros(20, dtype=torch.bool, device=out.device)
     sees[9:14] = True
     for what, x, clean in (("out", out, clean_out), ("lse", lse, clean_lse)):
-        assert_within(f"{what} of the others", x[~sees], clean[~sees].double().cpu(), clean[~sees])
+        # Who meets a NaN may be computed again by a kernel that rounds the weights of int8 values in another way.
+        like = clean.half() if name in ("int8_kv", "int8_per_token") else clean
+        assert_within(f"{what} of the others", x[~sees], clean[~sees].double().cpu(), like[~sees])
     saturates = bad == float("inf") and (name in FP8 or (name, which) == ("int8_kv", "v"))
     assert bool(out[sees].isfinite().flatten(1).all(1).eq(saturates).all())
     # An infinite V of 16 bits is infinite in its channel; what else is not finite shows in all that the row gives.

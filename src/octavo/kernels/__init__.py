@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,18 @@ class Kernels(Protocol):
     def append(self, cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write row i of k and v to slot_mapping[i], where that is not negative."""
 
-    def merge(self, parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
-        """Merge parts [num_parts, ...] into result [1, ...]; rows from query_start_loc[-1] on stay as they are."""
+    def merge(
+        self,
+        parts: State,
+        sinks: Tensor | None,
+        result: State,
+        query_start_loc: Tensor | None = None,
+        memo: dict[tuple[Any, ...], Any] | None = None,
+    ) -> None:
+        """Merge parts [num_parts, ...] into result [1, ...]; rows from query_start_loc[-1] on stay as they are.
+
+        Launches may be kept in `memo`, a plan's.
+        """
 
 
 def unsupported(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,13 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
 
 
 @torch.no_grad()
-def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Tensor | None = None) -> None:
+def merge(
+    parts: State,
+    sinks: Tensor | None,
+    result: State,
+    query_start_loc: Tensor | None = None,
+    memo: dict[tuple[Any, ...], Any] | None = None,
+) -> None:
     """Merge parts by their LSE, the sink as one more part without a value.
 
     Parts are added one after another, so that empty parts at the end (a longer neighbour in the batch
@@ -77,6 +83,7 @@ def merge(parts: State, sinks: Tensor | None, result: State, query_start_loc: Te
         result: out [1, ...] of any float dtype, lse [1, ...] float32 or None; written in place.
         query_start_loc: [num_seqs + 1] int32; rows from its last entry on belong to no sequence and stay as
             they are. None: all rows are written.
+        memo: a plan's; not used, as nothing is launched here.
     """
     num_rows = parts.out.shape[1] if query_start_loc is None else int(query_start_loc[-1])
     if HAS_NUMBA and compiled.can_merge(parts, result):

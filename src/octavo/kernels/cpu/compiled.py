@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu import decode, jobs, native, rows
+from octavo.kernels.cpu import jobs, native, rows
+from octavo.kernels.cpu.decode_tile import HEADS
 from octavo.kernels.cpu.stored import KINDS, WIDE_KINDS
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
@@ -274,7 +275,7 @@ def _static(scales: Tensor | None, num_kv_heads: int) -> Tensor | None:
 def _units(group_size: int, items: Array) -> int:
     """Blocks of four query heads of the largest decode item."""
     num_rows, heads = items[:, 3] - items[:, 2], items[:, 5] - items[:, 4]
-    return int((num_rows * heads).max(initial=0)) * -(-group_size // decode.HEADS)
+    return int((num_rows * heads).max(initial=0)) * -(-group_size // HEADS)
 
 
 def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:

@@ -9,8 +9,11 @@ own interval are touched, so nothing needs a mask. The softmax runs in powers of
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
+from octavo.kernels.cpu import decode_float, decode_int8
+from octavo.kernels.cpu.decode_tile import HEADS, K_SCALES, ROOM, TILE, V_SCALES, VALUES
 from octavo.kernels.cpu.native import find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     absolute,
@@ -30,127 +33,40 @@ from octavo.kernels.cpu.simd import (
     splat,
     splat_halves,
     store,
+    store_int,
+    store_one,
     sub,
     swap_halves,
     tanh,
-    totals,
 )
-from octavo.kernels.cpu.stored import OPTIONS, from_pair, load, load_pair, size_of, to_pair
-
-TILE = 16
-"""Keys of a tile."""
-
-HEADS = 4
-"""Query heads that share a K row; smaller groups compute the missing heads for nothing."""
-
-LINE = 64
-"""Bytes of a cache line."""
+from octavo.kernels.cpu.simd_eight_bit import store_i16
+from octavo.kernels.cpu.stored import OPTIONS, from_pair, is_int8, to_pair
 
 
-@njit(**OPTIONS)
-def _scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, tag):
+def _scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
     """Scores of `count` keys against four heads: s[key][head].
 
     Args:
-        k: where the addresses of the keys' rows stand, to which the head's offset is added; ahead: those of the
-            rows that come next.
-        q: four rows [head_dim] float32, in pair order.
+        k: where the addresses of the keys' rows stand, to which `offset` is added, and K_SCALES on those of their
+            scales, to which scale_offset is added. One more row may be read where `count` is odd.
+        ahead, num_ahead, ahead_offset: likewise of the rows that come next.
+        q: four rows as `_load_queries` leaves them, head_dim * 4 bytes each; factors: what int8 ones are multiplied
+            with, [4, twice] float32.
     """
-    size, stride = size_of(tag), head_dim * 4
-    zero = splat(np.float32(0))
-    for t in range(0, count, 2):
-        ka = load_int(k + t * 8) + offset
-        kb = load_int(k + min(t + 1, count - 1) * 8) + offset
-        pa, pb = ka, kb
-        if t < num_ahead:
-            pa = load_int(ahead + t * 8) + ahead_offset
-            pb = load_int(ahead + min(t + 1, num_ahead - 1) * 8) + ahead_offset
-        a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
-        qa = q
-        for _ in range(head_dim // 16):
-            prefetch(pa)
-            prefetch(pb)
-            pa += 16 * size
-            pb += 16 * size
-            x, x_ = load_pair(ka, tag)
-            y, y_ = load_pair(kb, tag)
-            z = load_f32(qa)
-            a0, b0 = fma(z, x, a0), fma(z, y, b0)
-            z = load_f32(qa + stride)
-            a1, b1 = fma(z, x, a1), fma(z, y, b1)
-            z = load_f32(qa + 2 * stride)
-            a2, b2 = fma(z, x, a2), fma(z, y, b2)
-            z = load_f32(qa + 3 * stride)
-            a3, b3 = fma(z, x, a3), fma(z, y, b3)
-            z = load_f32(qa + 32)
-            a0, b0 = fma(z, x_, a0), fma(z, y_, b0)
-            z = load_f32(qa + 32 + stride)
-            a1, b1 = fma(z, x_, a1), fma(z, y_, b1)
-            z = load_f32(qa + 32 + 2 * stride)
-            a2, b2 = fma(z, x_, a2), fma(z, y_, b2)
-            z = load_f32(qa + 32 + 3 * stride)
-            a3, b3 = fma(z, x_, a3), fma(z, y_, b3)
-            ka += 16 * size
-            kb += 16 * size
-            qa += 64
-        if head_dim % 16:
-            x, y = load(ka, tag), load(kb, tag)
-            z = load_f32(qa)
-            a0, b0 = fma(z, x, a0), fma(z, y, b0)
-            z = load_f32(qa + stride)
-            a1, b1 = fma(z, x, a1), fma(z, y, b1)
-            z = load_f32(qa + 2 * stride)
-            a2, b2 = fma(z, x, a2), fma(z, y, b2)
-            z = load_f32(qa + 3 * stride)
-            a3, b3 = fma(z, x, a3), fma(z, y, b3)
-        store(s + t * 16, totals(a0, a1, a2, a3, b0, b1, b2, b3))
 
 
-@njit(**OPTIONS)
-def _add_values(v, count, offset, ahead, num_ahead, ahead_offset, p, acc, value_dim, tag):
-    """acc[head] += p[key][head] * V[key] for four heads; sixteen numbers of V's width at a time, in pair order."""
-    size, stride = size_of(tag), value_dim * 4
-    per_pass = (num_ahead * 16 + value_dim - 1) // value_dim  # spread over the passes: few fetches fit at a time
-    asked = 0
-    for d in range(0, value_dim - 8, 16):
-        r = acc + d * 4
-        for i in range(asked, min(asked + per_pass, num_ahead)):
-            row = load_int(ahead + i * 8) + ahead_offset
-            for line in range(0, value_dim * size, LINE):
-                prefetch(row + line)
-        asked += per_pass
-        a0, a1 = load_f32(r), load_f32(r + 32)
-        b0, b1 = load_f32(r + stride), load_f32(r + stride + 32)
-        c0, c1 = load_f32(r + 2 * stride), load_f32(r + 2 * stride + 32)
-        d0, d1 = load_f32(r + 3 * stride), load_f32(r + 3 * stride + 32)
-        base = offset + d * size
-        for t in range(count):
-            x, y = load_pair(load_int(v + t * 8) + base, tag)
-            w = load_splat(p + t * 16)
-            a0, a1 = fma(w, x, a0), fma(w, y, a1)
-            w = load_splat(p + t * 16 + 4)
-            b0, b1 = fma(w, x, b0), fma(w, y, b1)
-            w = load_splat(p + t * 16 + 8)
-            c0, c1 = fma(w, x, c0), fma(w, y, c1)
-            w = load_splat(p + t * 16 + 12)
-            d0, d1 = fma(w, x, d0), fma(w, y, d1)
-        store(r, a0)
-        store(r + 32, a1)
-        store(r + stride, b0)
-        store(r + stride + 32, b1)
-        store(r + 2 * stride, c0)
-        store(r + 2 * stride + 32, c1)
-        store(r + 3 * stride, d0)
-        store(r + 3 * stride + 32, d1)
-    if value_dim % 16:
-        d = value_dim - 8
-        for head in range(HEADS):
-            r = acc + head * stride + d * 4
-            a0 = load_f32(r)
-            for t in range(count):
-                row = load_int(v + t * 8) + offset + d * size
-                a0 = fma(load_splat(p + t * 16 + head * 4), load(row, tag), a0)
-            store(r, a0)
+@overload(_scores, jit_options=OPTIONS)
+def _choose_scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
+    return decode_int8.scores if tag.dtype == types.int8 else decode_float.scores
+
+
+def _add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+    """acc[head] += s[key][head] * V[key] for four heads, in pair order; s: weights, and room behind them."""
+
+
+@overload(_add_values, jit_options=OPTIONS)
+def _choose_add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+    return decode_int8.add_values if tag.dtype == types.int8 else decode_float.add_values
 
 
 @njit(**OPTIONS)
@@ -226,21 +142,32 @@ def _softmax(s, count, state, acc, value_dim):
 
 
 @njit(**OPTIONS)
-def _load_queries(call, row, h, q, tag):
-    """One row's queries of KV head h, scaled, in pair order, zeros past the group: q [blocks * 4][head_dim]."""
+def _load_queries(call, row, h, q, factors, tag):
+    """One row's queries of KV head h, zeros past the group: q [blocks * 4][head_dim], scaled and in pair order, or for
+    int8 K int16, with factors [blocks][8], of four heads twice."""
     shape = call.shape
     zero = splat(np.float32(0))
     for i in range((shape.group + HEADS - 1) // HEADS * HEADS):
+        row_q, factor = q + i * shape.head_dim * 4, np.float32(0)
         if i < shape.group:
-            load_query(call, call.rows.rows[row], h * shape.group + i, q + i * shape.head_dim * 4, tag)
+            factor = load_query(call, call.rows.rows[row], h * shape.group + i, row_q, tag)
         else:
+            for d in range(0, shape.head_dim * 4, 32):
+                store(row_q + d, zero)
+        if is_int8(tag):
+            place = factors + (i // HEADS * 8 + i % HEADS) * 4
+            store_one(place, factor)
+            store_one(place + HEADS * 4, factor)
             for d in range(0, shape.head_dim, 8):
-                store(q + (i * shape.head_dim + d) * 4, zero)
-        for d in range(0, shape.head_dim - 8, 16):
-            target = q + (i * shape.head_dim + d) * 4
-            x, y = to_pair(load_f32(target), load_f32(target + 32), tag)
-            store(target, x)
-            store(target + 32, y)
+                store_i16(row_q + d * 2, load_f32(row_q + d * 4))
+        else:
+            scale = splat(factor)
+            for d in range(0, shape.head_dim * 4, 32):
+                store(row_q + d, mul(scale, load_f32(row_q + d)))
+            for target in range(row_q, row_q + (shape.head_dim - 8) * 4, 64):
+                x, y = to_pair(load_f32(target), load_f32(target + 32), tag)
+                store(target, x)
+                store(target + 32, y)
 
 
 @njit(**OPTIONS)
@@ -260,19 +187,43 @@ def _store_results(call, row, h, split, state, acc, tag):
 
 
 @njit(**OPTIONS)
+def _find(call, table, first, count, base, strides, addresses):
+    """`find_rows`, the last row twice."""
+    if base != 0 and count > 0:
+        find_rows(table, call.shape.block_size, first, count, base, strides, addresses)
+        store_int(addresses + count * 8, load_int(addresses + (count - 1) * 8))
+
+
+@njit(**OPTIONS)
+def _find_tile(call, table, first, count, addresses):
+    """Where the rows of keys first, first + 1, ... lie, and their scales: [4][ROOM] int64 at `addresses`."""
+    tensors, scales = call.tensors, call.scales
+    _find(call, table, first, count, tensors.k, tensors.k_strides, addresses)
+    _find(call, table, first, count, tensors.v, tensors.v_strides, addresses + VALUES)
+    _find(call, table, first, count, scales.k, scales.k_strides, addresses + K_SCALES)
+    _find(call, table, first, count, scales.v, scales.v_strides, addresses + V_SCALES)
+
+
+@njit(**OPTIONS)
+def _ask(addresses, count, offset):
+    """Bring scales nearer while other work goes on; those of four keys mostly share a line."""
+    for t in range(0, count, 4):
+        prefetch(load_int(addresses + t * 8) + offset)
+
+
+@njit(**OPTIONS)
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, first KV head, end)."""
     seq, split, row_start, row_end, head_start, head_end = item
-    q, acc, state, s, slopes, addresses = scratch
+    q, acc, state, s, slopes, addresses, factors = scratch
     shape, tensors, rows, scales = call.shape, call.tensors, call.rows, call.scales
     blocks = (shape.group + HEADS - 1) // HEADS  # of four query heads, per KV head
     per_row = (head_end - head_start) * blocks
     q_base, acc_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data)
     state_base, s_base = np.int64(state.ctypes.data), np.int64(s.ctypes.data)
     q_size, acc_size = HEADS * shape.head_dim * 4, HEADS * shape.value_dim * 4  # of a block
-    keys = np.int64(addresses.ctypes.data)
-    next_keys, values, next_values = keys + TILE * 8, keys + TILE * 16, keys + TILE * 24
-    k_scales, v_scales = keys + TILE * 32, keys + TILE * 40
+    here, factors_base = np.int64(addresses.ctypes.data), np.int64(factors.ctypes.data)
+    there = here + 4 * ROOM * 8
     k_head, v_head, table = tensors.k_strides[2], tensors.v_strides[2], rows.block_table[seq]
     transforms, slopes_base = call.transforms, np.int64(slopes.ctypes.data)
     if transforms.bias != 0:
@@ -286,7 +237,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
             last = max(last, min(stop, np.int64(rows.hi[row])))
         for h in range(head_start, head_end):
             unit = (row - row_start) * per_row + (h - head_start) * blocks
-            _load_queries(call, row, h, q_base + unit * q_size, k_tag)
+            _load_queries(call, row, h, q_base + unit * q_size, factors_base + unit * 32, k_tag)
     units = (row_end - row_start) * per_row
     acc[: units * HEADS] = 0
     state[:units, :8] = -np.inf
@@ -295,61 +246,59 @@ def _attend(call, item, scratch, k_tag, v_tag):
     # Tiles begin at multiples from the split's start: where a row's sums are cut must not depend on its neighbours.
     tile = first - (first - start) % TILE
     num_next = min(TILE, last - tile)
-    find_rows(table, shape.block_size, tile, num_next, tensors.k, tensors.k_strides, next_keys)
-    find_rows(table, shape.block_size, tile, num_next, tensors.v, tensors.v_strides, next_values)
+    _find_tile(call, table, tile, num_next, there)
     while tile < last:
         end = tile + num_next
-        keys, next_keys, values, next_values = next_keys, keys, next_values, values
-        if scales.k != 0:
-            find_rows(table, shape.block_size, tile, end - tile, scales.k, scales.k_strides, k_scales)
-        if scales.v != 0:
-            find_rows(table, shape.block_size, tile, end - tile, scales.v, scales.v_strides, v_scales)
+        here, there = there, here
         num_next = min(TILE, last - end)
-        find_rows(table, shape.block_size, end, num_next, tensors.k, tensors.k_strides, next_keys)
-        find_rows(table, shape.block_size, end, num_next, tensors.v, tensors.v_strides, next_values)
+        _find_tile(call, table, end, num_next, there)
         for h in range(head_start, head_end):
             for row in range(row_start, row_end):
                 lo = max(tile, start, np.int64(rows.lo[row]))
                 count = min(end, np.int64(rows.hi[row])) - lo
                 if count <= 0:
                     continue
-                here = (lo - tile) * 8
-                ahead_head, ahead_keys, ahead_values, num_ahead = h + 1, keys + here, values + here, count
+                keys = here + (lo - tile) * 8
+                ahead, ahead_head, num_ahead = keys, h + 1, count
                 if h + 1 == head_end:
-                    ahead_head, ahead_keys, ahead_values, num_ahead = head_start, next_keys, next_values, num_next
+                    ahead, ahead_head, num_ahead = there, head_start, num_next
                 if row > row_start:
                     num_ahead = 0
+                if scales.k != 0:
+                    _ask(ahead + K_SCALES, num_ahead, ahead_head * scales.k_strides[2])
+                if scales.v != 0:
+                    _ask(ahead + V_SCALES, num_ahead, ahead_head * scales.v_strides[2])
                 for b in range(blocks):
                     i = (row - row_start) * per_row + (h - head_start) * blocks + b
                     if b > 0:
                         num_ahead = 0
                     _scores(
-                        keys + here,
+                        keys,
                         count,
                         h * k_head,
-                        ahead_keys,
+                        ahead,
                         num_ahead,
                         ahead_head * k_head,
                         q_base + i * q_size,
                         shape.head_dim,
                         s_base,
+                        h * scales.k_strides[2],
+                        factors_base + i * 32,
                         k_tag,
                     )
-                    if scales.k != 0:
-                        _scale(s_base, count, k_scales + here, h * scales.k_strides[2])
                     if transforms.after != 0 or transforms.bias != 0:
                         lanes = slopes_base + ((h - head_start) * blocks + b) * 32
                         _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
                     if count % 2 == 1:
-                        s[count] = -np.inf  # the pair's second key repeats the first
+                        s[count] = -np.inf  # what the pair's second key gave
                     _softmax(s_base, count, state_base + i * 64, acc_base + i * acc_size, shape.value_dim)
                     if scales.v != 0:
-                        _scale(s_base, count, v_scales + here, h * scales.v_strides[2])
+                        _scale(s_base, count, keys + V_SCALES, h * scales.v_strides[2])
                     _add_values(
-                        values + here,
+                        keys + VALUES,
                         count,
                         h * v_head,
-                        ahead_values,
+                        ahead + VALUES,
                         num_ahead,
                         ahead_head * v_head,
                         s_base,
@@ -380,9 +329,10 @@ def work(call, k_tag, v_tag):
         np.empty((units * HEADS, shape.head_dim), np.float32),
         np.empty((units * HEADS, shape.value_dim), np.float32),
         np.empty((units, 16), np.float32),
-        np.empty((TILE + 2, HEADS), np.float32),
+        np.empty((2 * TILE, HEADS), np.float32),
         np.empty((units, 8), np.float32),
-        np.empty((6, TILE), np.int64),
+        np.empty((8, ROOM), np.int64),
+        np.empty((units, 8), np.float32),
     )
     while True:
         index = fetch_add(counter, 1)

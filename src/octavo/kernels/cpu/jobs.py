@@ -22,9 +22,13 @@ from octavo.kernels.cpu.stored import OPTIONS, TAGS
 
 _SOURCES = (
     "decode",
+    "decode_float",
+    "decode_int8",
+    "decode_tile",
     "jobs",
     "native",
     "prefill",
+    "prefill_tile",
     "rounding",
     "rows",
     "simd",

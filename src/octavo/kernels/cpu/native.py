@@ -238,7 +238,7 @@ def sink_of(call, head):
 
 @njit(**OPTIONS)
 def load_query(call, row, head, target, tag):
-    """One head's query, scaled, to `target` [head_dim] float32; where K is int8 by row, q is first quantised.
+    """One head's query to `target` [head_dim] float32, whole numbers where K is int8. Returns its factor.
 
     tag: of K.
     """
@@ -249,14 +249,12 @@ def load_query(call, row, head, target, tag):
         factor *= load_one(scales.q + row * scales.q_strides[0] + head // call.shape.group * scales.q_strides[1])
     for d in range(0, width, 8):
         store(target + d * 4, load_kind(source + d * size, tensors.q_kind))
-    scale = np.float32(1)
-    if scales.k != 0:
-        scale = row_scale(target, FLOAT32, width)
-        for d in range(0, width * 4, 32):
-            store(target + d, quantised(load_f32(target + d), scale))
-    factors = splat(factor * scale)
+    if scales.k == 0:
+        return factor
+    scale = row_scale(target, FLOAT32, width)
     for d in range(0, width * 4, 32):
-        store(target + d, mul(factors, load_f32(target + d)))
+        store(target + d, quantised(load_f32(target + d), scale))
+    return factor * scale
 
 
 @njit(**OPTIONS)

@@ -12,6 +12,16 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.prefill_tile import (
+    KEYS,
+    LINE,
+    STEP,
+    find_scales,
+    load_keys,
+    load_values,
+    scale_keys,
+    scale_values,
+)
 from octavo.kernels.cpu.simd import (
     absolute,
     add,
@@ -30,25 +40,19 @@ from octavo.kernels.cpu.simd import (
     peak,
     prefetch,
     root,
+    splat,
     splat_wide,
     store,
     store_one,
-    store_transposed,
     sub,
     tanh,
     total,
 )
 from octavo.kernels.cpu.simd_base import WIDE
-from octavo.kernels.cpu.stored import OPTIONS, load, size_of
-
-KEYS = 64
-"""Keys of a tile."""
+from octavo.kernels.cpu.stored import OPTIONS, size_of
 
 GROUP = 6
 """Rows that meet keys together."""
-
-_LINE = KEYS * 4  # bytes of a row of scores
-_STEP = WIDE * 4  # bytes of a vector
 
 
 @njit(**OPTIONS)
@@ -59,12 +63,12 @@ def _scores(q, k, s, start, end, head_dim):
         q: six rows [head_dim] float32; k: [head_dim][KEYS] float32; s: six rows [KEYS] float32.
     """
     width = head_dim * 4
-    for c in range(start * 4, end * 4, 2 * _STEP):
+    for c in range(start * 4, end * 4, 2 * STEP):
         a, a_ = splat_wide(np.float32(0)), splat_wide(np.float32(0))
         b, b_, c0, c1, d, d_, e, e_, f, f_ = a, a, a, a, a, a, a, a, a, a
         column, row = k + c, q
         for _ in range(head_dim):
-            x, y = load_wide(column), load_wide(column + _STEP)
+            x, y = load_wide(column), load_wide(column + STEP)
             w = load_splat_wide(row)
             a, a_ = fma(w, x, a), fma(w, y, a_)
             w = load_splat_wide(row + width)
@@ -77,21 +81,21 @@ def _scores(q, k, s, start, end, head_dim):
             e, e_ = fma(w, x, e), fma(w, y, e_)
             w = load_splat_wide(row + 5 * width)
             f, f_ = fma(w, x, f), fma(w, y, f_)
-            column += _LINE
+            column += LINE
             row += 4
         p = s + c
         store(p, a)
-        store(p + _STEP, a_)
-        store(p + _LINE, b)
-        store(p + _LINE + _STEP, b_)
-        store(p + 2 * _LINE, c0)
-        store(p + 2 * _LINE + _STEP, c1)
-        store(p + 3 * _LINE, d)
-        store(p + 3 * _LINE + _STEP, d_)
-        store(p + 4 * _LINE, e)
-        store(p + 4 * _LINE + _STEP, e_)
-        store(p + 5 * _LINE, f)
-        store(p + 5 * _LINE + _STEP, f_)
+        store(p + STEP, a_)
+        store(p + LINE, b)
+        store(p + LINE + STEP, b_)
+        store(p + 2 * LINE, c0)
+        store(p + 2 * LINE + STEP, c1)
+        store(p + 3 * LINE, d)
+        store(p + 3 * LINE + STEP, d_)
+        store(p + 4 * LINE, e)
+        store(p + 4 * LINE + STEP, e_)
+        store(p + 5 * LINE, f)
+        store(p + 5 * LINE + STEP, f_)
 
 
 @njit(**OPTIONS)
@@ -103,43 +107,43 @@ def _add_values(p, v, acc, start, end, width):
             two vectors.
     """
     line = width * 4
-    for c in range(0, line, 2 * _STEP):
+    for c in range(0, line, 2 * STEP):
         r = acc + c
-        a, a_ = load_wide(r), load_wide(r + _STEP)
-        b, b_ = load_wide(r + line), load_wide(r + line + _STEP)
-        c0, c1 = load_wide(r + 2 * line), load_wide(r + 2 * line + _STEP)
-        d, d_ = load_wide(r + 3 * line), load_wide(r + 3 * line + _STEP)
-        e, e_ = load_wide(r + 4 * line), load_wide(r + 4 * line + _STEP)
-        f, f_ = load_wide(r + 5 * line), load_wide(r + 5 * line + _STEP)
+        a, a_ = load_wide(r), load_wide(r + STEP)
+        b, b_ = load_wide(r + line), load_wide(r + line + STEP)
+        c0, c1 = load_wide(r + 2 * line), load_wide(r + 2 * line + STEP)
+        d, d_ = load_wide(r + 3 * line), load_wide(r + 3 * line + STEP)
+        e, e_ = load_wide(r + 4 * line), load_wide(r + 4 * line + STEP)
+        f, f_ = load_wide(r + 5 * line), load_wide(r + 5 * line + STEP)
         row, weight = v + c + start * line, p + start * 4
         for _ in range(start, end):
-            x, y = load_wide(row), load_wide(row + _STEP)
+            x, y = load_wide(row), load_wide(row + STEP)
             w = load_splat_wide(weight)
             a, a_ = fma(w, x, a), fma(w, y, a_)
-            w = load_splat_wide(weight + _LINE)
+            w = load_splat_wide(weight + LINE)
             b, b_ = fma(w, x, b), fma(w, y, b_)
-            w = load_splat_wide(weight + 2 * _LINE)
+            w = load_splat_wide(weight + 2 * LINE)
             c0, c1 = fma(w, x, c0), fma(w, y, c1)
-            w = load_splat_wide(weight + 3 * _LINE)
+            w = load_splat_wide(weight + 3 * LINE)
             d, d_ = fma(w, x, d), fma(w, y, d_)
-            w = load_splat_wide(weight + 4 * _LINE)
+            w = load_splat_wide(weight + 4 * LINE)
             e, e_ = fma(w, x, e), fma(w, y, e_)
-            w = load_splat_wide(weight + 5 * _LINE)
+            w = load_splat_wide(weight + 5 * LINE)
             f, f_ = fma(w, x, f), fma(w, y, f_)
             row += line
             weight += 4
         store(r, a)
-        store(r + _STEP, a_)
+        store(r + STEP, a_)
         store(r + line, b)
-        store(r + line + _STEP, b_)
+        store(r + line + STEP, b_)
         store(r + 2 * line, c0)
-        store(r + 2 * line + _STEP, c1)
+        store(r + 2 * line + STEP, c1)
         store(r + 3 * line, d)
-        store(r + 3 * line + _STEP, d_)
+        store(r + 3 * line + STEP, d_)
         store(r + 4 * line, e)
-        store(r + 4 * line + _STEP, e_)
+        store(r + 4 * line + STEP, e_)
         store(r + 5 * line, f)
-        store(r + 5 * line + _STEP, f_)
+        store(r + 5 * line + STEP, f_)
 
 
 @njit(**OPTIONS)
@@ -152,7 +156,7 @@ def _transform(s, start, end, distances, shift, slope, transforms):
     """
     after, slopes = splat_wide(np.float32(transforms.after)), splat_wide(slope)
     away = splat_wide(np.float32(shift))
-    for c in range(start * 4, end * 4, _STEP):
+    for c in range(start * 4, end * 4, STEP):
         x = load_wide(s + c)
         if transforms.after != 0:
             x = mul(after, tanh(x))
@@ -182,17 +186,17 @@ def _softmax(s, start, end, bounds, tile, state, acc, width):
             tops = splat_wide(np.float32(-np.inf))
             more = tops
             for c in range(start, end, 2 * WIDE):
-                x, y = load_wide(s + c * 4), load_wide(s + c * 4 + _STEP)
+                x, y = load_wide(s + c * 4), load_wide(s + c * 4 + STEP)
                 if c < lo or c + 2 * WIDE > hi:
                     x, y = keep_lanes(x, lo - c, hi - c), keep_lanes(y, lo - c - WIDE, hi - c - WIDE)
                     store(s + c * 4, x)
-                    store(s + c * 4 + _STEP, y)
+                    store(s + c * 4 + STEP, y)
                 tops, more = maximum(x, tops), maximum(y, more)
             before, top, sum_before = load_one(state), peak(maximum(tops, more)), load_one(state + 4)
             if top > before:
                 factor = exp2(splat_wide(before - top))
                 sum_before *= first_lane(factor)
-                for d in range(0, width * 4, _STEP):
+                for d in range(0, width * 4, STEP):
                     store(acc + d, mul(factor, load_wide(acc + d)))
             else:
                 top = before
@@ -201,16 +205,16 @@ def _softmax(s, start, end, bounds, tile, state, acc, width):
             rest = sums
             for c in range(start, end, 2 * WIDE):
                 x = exp2(sub(load_wide(s + c * 4), tops))
-                y = exp2(sub(load_wide(s + c * 4 + _STEP), tops))
+                y = exp2(sub(load_wide(s + c * 4 + STEP), tops))
                 store(s + c * 4, x)
-                store(s + c * 4 + _STEP, y)
+                store(s + c * 4 + STEP, y)
                 sums, rest = add(sums, x), add(rest, y)
             store_one(state, top)
             store_one(state + 4, sum_before + total(add(sums, rest)))
         else:
             for c in range(start, end, WIDE):
                 store(s + c * 4, splat_wide(np.float32(0)))
-        s += _LINE
+        s += LINE
         bounds += 16
         state += 8
         acc += width * 4
@@ -223,80 +227,10 @@ def _load_queries(call, row_start, num_rows, head, q, tag):
     q[num_rows:] = 0
     for r in range(num_rows):
         row, q_head = call.rows.rows[row_start + r // shape.group], head * shape.group + r % shape.group
-        load_query(call, row, q_head, np.int64(q.ctypes.data) + r * shape.head_dim * 4, tag)
-
-
-@njit(**OPTIONS)
-def _load_keys(rows, start, end, offset, head_dim, k, tag):
-    """Rows start to end - 1 of a tile as columns of k [head_dim][KEYS] float32.
-
-    rows: where their addresses stand, to which the head's offset is added.
-    """
-    for t in range(start // 8 * 8, end, 8):
-        # Eight rows make eight columns; at the edges a neighbour stands in for a row that must not be read.
-        a = load_int(rows + max(t, start) * 8) + offset
-        b = load_int(rows + min(max(t + 1, start), end - 1) * 8) + offset
-        c = load_int(rows + min(max(t + 2, start), end - 1) * 8) + offset
-        d = load_int(rows + min(max(t + 3, start), end - 1) * 8) + offset
-        e = load_int(rows + min(max(t + 4, start), end - 1) * 8) + offset
-        f = load_int(rows + min(max(t + 5, start), end - 1) * 8) + offset
-        g = load_int(rows + min(max(t + 6, start), end - 1) * 8) + offset
-        h = load_int(rows + min(max(t + 7, start), end - 1) * 8) + offset
-        for i in range(0, head_dim, 8):
-            o = i * size_of(tag)
-            store_transposed(
-                load(a + o, tag),
-                load(b + o, tag),
-                load(c + o, tag),
-                load(d + o, tag),
-                load(e + o, tag),
-                load(f + o, tag),
-                load(g + o, tag),
-                load(h + o, tag),
-                k + i * _LINE + t * 4,
-                np.int64(_LINE),
-            )
-
-
-@njit(**OPTIONS)
-def _load_values(rows, start, end, offset, value_dim, v, line, tag):
-    """Rows start to end - 1 of a tile as rows of v [KEYS][line bytes] float32."""
-    for t in range(start, end):
-        source = load_int(rows + t * 8) + offset
-        target = v + t * line
-        for i in range(0, value_dim, 8):
-            store(target + i * 4, load(source + i * size_of(tag), tag))
-
-
-@njit(**OPTIONS)
-def _find_scales(table, block_size, first, count, base, strides, offset, found, scales):
-    """Scales of keys first, first + 1, ... of one head: scales [count] float32.
-
-    Args:
-        base, strides: of the scales, in bytes; offset: the head's.
-        found: room for [count] int64.
-    """
-    find_rows(table, block_size, first, count, base, strides, found)
-    for t in range(count):
-        store_one(scales + t * 4, load_one(load_int(found + t * 8) + offset))
-
-
-@njit(**OPTIONS)
-def _scale_keys(k, start, end, head_dim, scales):
-    """Columns start to end - 1 of k [head_dim][KEYS] times their scales [KEYS]; a few more at the edges too."""
-    for c in range(start // WIDE * WIDE * 4, end * 4, _STEP):
-        factor = load_wide(scales + c)
-        for row in range(k + c, k + c + head_dim * _LINE, _LINE):
-            store(row, mul(factor, load_wide(row)))
-
-
-@njit(**OPTIONS)
-def _scale_values(v, start, end, line, scales):
-    """Rows start to end - 1 of v [KEYS][line bytes] times their scales [KEYS]."""
-    for t in range(start, end):
-        factor = load_splat_wide(scales + t * 4)
-        for row in range(v + t * line, v + (t + 1) * line, _STEP):
-            store(row, mul(factor, load_wide(row)))
+        target = np.int64(q.ctypes.data) + r * shape.head_dim * 4
+        factor = splat(load_query(call, row, q_head, target, tag))
+        for d in range(0, shape.head_dim * 4, 32):
+            store(target + d, mul(factor, load_f32(target + d)))
 
 
 @njit(**OPTIONS)
@@ -368,20 +302,20 @@ def _attend(call, item, scratch, k_tag, v_tag):
         num_next = max(min(last - tile - KEYS, KEYS), 0)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
-        _load_keys(keys, begin, end, k_head, shape.head_dim, k_base, k_tag)
-        _load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, v_tag)
+        load_keys(keys, begin, end, k_head, shape.head_dim, k_base, k_tag)
+        load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, v_tag)
         if scales.k != 0:
             offset, into = head * scales.k_strides[2], factors_base + begin * 4
-            _find_scales(
+            find_scales(
                 table, shape.block_size, tile + begin, end - begin, scales.k, scales.k_strides, offset, room, into
             )
-            _scale_keys(k_base, begin, end, shape.head_dim, factors_base)
+            scale_keys(k_base, begin, end, shape.head_dim, factors_base)
         if scales.v != 0:
             offset, into = head * scales.v_strides[2], factors_base + begin * 4
-            _find_scales(
+            find_scales(
                 table, shape.block_size, tile + begin, end - begin, scales.v, scales.v_strides, offset, room, into
             )
-            _scale_values(v_base, begin, end, width * 4, factors_base)
+            scale_values(v_base, begin, end, width * 4, factors_base)
         if transforms.bias != 0:
             origin = np.int64(call.rows.positions[row_start])
             for t in range(KEYS):
@@ -405,7 +339,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
             if transforms.after != 0 or transforms.bias != 0:
                 distances_base = np.int64(distances.ctypes.data)
                 for i in range(r, r + GROUP):
-                    row_s = s_base + (i - r) * _LINE
+                    row_s = s_base + (i - r) * LINE
                     _transform(row_s, begin, end, distances_base, terms[i, 0], terms[i, 1], transforms)
             row_acc = acc_base + r * width * 4
             _softmax(s_base, begin, end, bounds_base + r * 16, tile, state_base + r * 8, row_acc, width)

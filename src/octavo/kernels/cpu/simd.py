@@ -40,6 +40,7 @@ from octavo.kernels.cpu.simd_base import (
     operation,
     shuffle,
     store_vector,
+    sum_vectors,
 )
 
 # --- Memory -----------------------------------------------------------------------------------------------------
@@ -310,16 +311,8 @@ def peak(builder: Any, x: Any) -> Any:
 
 @operation(V8, V8, V8, V8, V8, V8, V8, V8, V8)
 def totals(builder: Any, *vectors: Any) -> Any:
-    """The sums of eight vectors, one a lane: seven shuffled additions instead of eight trees."""
-
-    def pairs(x: Any, y: Any) -> Any:
-        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
-        return builder.fadd(*(shuffle(builder, x, y, lanes) for lanes in (even, odd)))
-
-    a, b, c, d = (pairs(vectors[i], vectors[i + 1]) for i in range(0, 8, 2))
-    left, right = pairs(a, b), pairs(c, d)
-    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    return builder.fadd(*(shuffle(builder, left, right, lanes) for lanes in (low, high)))
+    """The sums of eight vectors, one a lane."""
+    return sum_vectors(builder, builder.fadd, vectors)
 
 
 @operation(V8, V8, V8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding
@@ -41,7 +41,20 @@ class _FloatVectorModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, ir.VectorType(F32, numba_type.lanes))
 
 
+class _IntVector(types.Type):
+    def __init__(self, bits: int, lanes: int) -> None:
+        self.bits, self.lanes = bits, lanes
+        super().__init__(name=f"i{bits}x{lanes}")
+
+
+@register_model(_IntVector)
+class _IntVectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: _IntVector) -> None:
+        super().__init__(manager, numba_type, ir.VectorType(ir.IntType(numba_type.bits), numba_type.lanes))
+
+
 V8, VW = _FloatVector(LANES), _FloatVector(WIDE)
+I32X8, I16X16, I8X16 = _IntVector(32, LANES), _IntVector(16, 2 * LANES), _IntVector(8, 2 * LANES)
 V = "vector"  # of either width, the same in all of an operation's places
 A = types.int64  # an address, or an offset in bytes
 
@@ -49,7 +62,8 @@ Emit = Callable[..., Any]
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
-    """Make an intrinsic of these types out of a function that emits LLVM: (builder, *values) -> value."""
+    """Make an intrinsic of these types out of a function that emits LLVM: (builder, *values) -> value. It keeps that
+    function as `emit`."""
 
     def wrap(emit: Emit) -> Any:
         def typing(_context: Any, *given: Any) -> tuple[Any, Emit] | None:
@@ -61,16 +75,40 @@ def operation(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
             chosen: list[Any] = [vector if one is V else one for one in (result, *arguments)]
             return chosen[0](*chosen[1:]), generate
 
-        typing.__name__, typing.__doc__ = emit.__name__, emit.__doc__
-        typing.__signature__ = inspect.signature(emit).replace(  # type: ignore[attr-defined]
-            parameters=[
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-                for name in ("context", *(f"value{i}" for i in range(len(arguments))))
-            ]
-        )
-        return intrinsic(typing)
+        made = _intrinsic(emit, typing, len(arguments))
+        made.emit = emit
+        return made
 
     return wrap
+
+
+def tagged(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
+    """The same with a tag as the last argument, a NumPy scalar type, which `emit` learns first, as Numba's type:
+    (type, builder, *values) -> value."""
+
+    def wrap(emit: Emit) -> Any:
+        def typing(_context: Any, *given: Any) -> tuple[Any, Emit] | None:
+            tag = given[-1]
+
+            def generate(_target: Any, builder: Any, _signature: Any, values: Any) -> Any:
+                return emit(tag.dtype, builder, *values[:-1])
+
+            return result(*arguments, tag), generate
+
+        return _intrinsic(emit, typing, len(arguments) + 1)
+
+    return wrap
+
+
+def _intrinsic(emit: Emit, typing: Any, num_arguments: int) -> Any:
+    typing.__name__, typing.__doc__ = emit.__name__, emit.__doc__
+    typing.__signature__ = inspect.signature(emit).replace(
+        parameters=[
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("context", *(f"value{i}" for i in range(num_arguments)))
+        ]
+    )
+    return intrinsic(typing)
 
 
 def constant(value: float, like: Any) -> ir.Constant:
@@ -112,3 +150,16 @@ def broadcast(builder: Any, scalar: Any, lanes: int) -> Any:
     vector = ir.VectorType(scalar.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
     return shuffle(builder, first, first, [0] * lanes)
+
+
+def sum_vectors(builder: Any, add: Callable[[Any, Any], Any], vectors: Sequence[Any]) -> Any:
+    """The sums of eight vectors, one a lane: seven shuffled additions instead of eight trees."""
+
+    def pairs(x: Any, y: Any) -> Any:
+        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+        return add(*(shuffle(builder, x, y, lanes) for lanes in (even, odd)))
+
+    a, b, c, d = (pairs(vectors[i], vectors[i + 1]) for i in range(0, 8, 2))
+    left, right = pairs(a, b), pairs(c, d)
+    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    return add(*(shuffle(builder, left, right, lanes) for lanes in (low, high)))

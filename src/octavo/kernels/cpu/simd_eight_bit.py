@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
@@ -14,17 +15,25 @@ from octavo.kernels.cpu.simd_base import (
     F16,
     F32,
     I8,
+    I8X16,
     I16,
+    I16X16,
+    I32,
+    I32X8,
     INTS,
     LANES,
     V8,
     A,
     V,
+    broadcast,
+    call,
     constant,
     load_vector,
     math_of,
     operation,
+    shuffle,
     store_vector,
+    sum_vectors,
 )
 
 _BYTES, _SHORTS, _HALVES = (ir.VectorType(one, LANES) for one in (I8, I16, F16))
@@ -32,6 +41,10 @@ _FLOATS = ir.VectorType(F32, LANES)
 
 E4M3_UNIT = 256.0
 """What the loads of e4m3 must be multiplied with: float16's exponent has another bias."""
+
+
+HAS_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx2", False))
+"""Whether the machine multiplies sixteen int16 and adds neighbours at once; LLVM does not see it in plain terms."""
 
 
 def _shorts(number: int) -> ir.Constant:
@@ -86,28 +99,172 @@ def load_e5m2_odd(builder: Any, address: Any) -> Any:
 
 
 def _e4m3(builder: Any, upper: Any) -> Any:
-    """e4m3 in the upper bytes of 16 bits, as float32 over E4M3_UNIT: the sign stays, the rest moves down by one bit."""
-    moved = builder.and_(builder.ashr(upper, _shorts(1)), _shorts(0xBF80))
-    nan = builder.icmp_signed("==", builder.and_(upper, _shorts(0x7F00)), _shorts(0x7F00))
-    return _widened(builder, builder.or_(moved, builder.and_(builder.sext(nan, _SHORTS), _shorts(0x7E00))))
+    """e4m3 in the upper bytes of 16 bits, as float16 over E4M3_UNIT: the sign stays, the rest moves down by one bit.
+    NaN becomes 480, the next number."""
+    return builder.and_(builder.ashr(upper, _shorts(1)), _shorts(0xBF80))
 
 
 @operation(V8, A)
 def load_e4m3(builder: Any, address: Any) -> Any:
     """Eight e4m3, over E4M3_UNIT."""
-    return _e4m3(builder, _upper_bytes(builder, address))
+    upper = _upper_bytes(builder, address)
+    nan = builder.icmp_signed("==", builder.and_(upper, _shorts(0x7F00)), _shorts(0x7F00))
+    quiet = builder.and_(builder.sext(nan, _SHORTS), _shorts(0x7E00))
+    return _widened(builder, builder.or_(_e4m3(builder, upper), quiet))
 
 
 @operation(V8, A)
 def load_e4m3_even(builder: Any, address: Any) -> Any:
-    """Elements 0, 2, ..., 14 of sixteen e4m3, over E4M3_UNIT."""
-    return _e4m3(builder, _even_bytes(builder, address))
+    """Elements 0, 2, ..., 14 of sixteen e4m3, over E4M3_UNIT; NaN as 480, see `note_codes`."""
+    return _widened(builder, _e4m3(builder, _even_bytes(builder, address)))
 
 
 @operation(V8, A)
 def load_e4m3_odd(builder: Any, address: Any) -> Any:
-    """Elements 1, 3, ..., 15 of sixteen e4m3, over E4M3_UNIT."""
-    return _e4m3(builder, _odd_bytes(builder, address))
+    """Elements 1, 3, ..., 15 of sixteen e4m3, over E4M3_UNIT; NaN as 480."""
+    return _widened(builder, _e4m3(builder, _odd_bytes(builder, address)))
+
+
+_CODES = ir.VectorType(I8, 2 * LANES)
+_TOP_CODE = ir.Constant(_CODES, [0x7F] * 2 * LANES)
+
+
+@operation(I8X16)
+def no_codes(builder: Any) -> Any:
+    """The start of `note_codes`."""
+    return ir.Constant(_CODES, [0] * 2 * LANES)
+
+
+@operation(I8X16, I8X16, A)
+def note_codes(builder: Any, noted: Any, address: Any) -> Any:
+    """The larger of what was noted and sixteen codes without their sign: NaN is e4m3's largest."""
+    codes = builder.and_(load_vector(builder, address, I8, 2 * LANES, 1), _TOP_CODE)
+    return builder.select(builder.icmp_unsigned(">", codes, noted), codes, noted)
+
+
+@operation(V8, V8, I8X16, I8X16)
+def spoil_halves(builder: Any, x: Any, one: Any, other: Any) -> Any:
+    """x, NaN in lanes 0 to 3 where NaN is noted in `one`, in lanes 4 to 7 where it is in `other`."""
+    terms = []
+    for noted in (one, other):
+        found = builder.bitcast(builder.icmp_signed("==", noted, _TOP_CODE), I16)
+        terms.append(builder.select(builder.icmp_signed("!=", found, I16(0)), F32(float("nan")), F32(0.0)))
+    low, high = (broadcast(builder, term, LANES) for term in terms)
+    return builder.fadd(x, shuffle(builder, low, high, [0] * 4 + [8] * 4))
+
+
+def _spoil(builder: Any, x: Any, noted: Any, lanes: list[int]) -> Any:
+    bad = builder.icmp_signed("==", shuffle(builder, noted, noted, lanes), ir.Constant(_BYTES, [0x7F] * LANES))
+    return builder.select(bad, ir.Constant(_FLOATS, [float("nan")] * LANES), x)
+
+
+@operation(V8, V8, I8X16)
+def spoil_even(builder: Any, x: Any, noted: Any) -> Any:
+    """x, NaN where NaN is noted among codes 0, 2, ..., 14."""
+    return _spoil(builder, x, noted, list(range(0, 2 * LANES, 2)))
+
+
+@operation(V8, V8, I8X16)
+def spoil_odd(builder: Any, x: Any, noted: Any) -> Any:
+    """x, NaN where NaN is noted among codes 1, 3, ..., 15."""
+    return _spoil(builder, x, noted, list(range(1, 2 * LANES, 2)))
+
+
+# --- Products of whole numbers -----------------------------------------------------------------------------------
+
+
+@operation(I32X8)
+def zeros(builder: Any) -> Any:
+    """Eight int32, 0."""
+    return ir.Constant(INTS, [0] * LANES)
+
+
+@operation(I16X16, A)
+def load_i8_short(builder: Any, address: Any) -> Any:
+    """Sixteen int8 as int16."""
+    return builder.sext(load_vector(builder, address, I8, 2 * LANES, 1), ir.VectorType(I16, 2 * LANES))
+
+
+@operation(I16X16, A)
+def load_i16(builder: Any, address: Any) -> Any:
+    """Sixteen int16."""
+    return load_vector(builder, address, I16, 2 * LANES, 2)
+
+
+@operation(I16X16, A)
+def load_half_short(builder: Any, address: Any) -> Any:
+    """Eight int8 as int16, then zeros."""
+    half = builder.sext(load_vector(builder, address, I8, LANES, 1), _SHORTS)
+    return shuffle(builder, half, _shorts(0), list(range(2 * LANES)))
+
+
+def _zipped(builder: Any, one: Any, other: Any, count: int, first: int) -> Any:
+    """Numbers first to first + 7 of two rows of `count` int8, by turns, as int16."""
+    x, y = (load_vector(builder, address, I8, count, 1) for address in (one, other))
+    lanes = [first + i // 2 + count * (i % 2) for i in range(2 * LANES)]
+    return builder.sext(shuffle(builder, x, y, lanes), ir.VectorType(I16, 2 * LANES))
+
+
+@operation(I16X16, A, A)
+def load_zip_low(builder: Any, one: Any, other: Any) -> Any:
+    """The first eight of sixteen int8 of two rows, by turns, as int16."""
+    return _zipped(builder, one, other, 2 * LANES, 0)
+
+
+@operation(I16X16, A, A)
+def load_zip_high(builder: Any, one: Any, other: Any) -> Any:
+    """The last eight likewise."""
+    return _zipped(builder, one, other, 2 * LANES, LANES)
+
+
+@operation(I16X16, A, A)
+def load_half_zip(builder: Any, one: Any, other: Any) -> Any:
+    """Eight int8 of two rows likewise, where no more may be read."""
+    return _zipped(builder, one, other, LANES, 0)
+
+
+@operation(I16X16, A)
+def splat_pair(builder: Any, address: Any) -> Any:
+    """Two int16 from memory, eight times."""
+    pair = builder.load(builder.inttoptr(address, I32.as_pointer()))
+    return builder.bitcast(broadcast(builder, pair, LANES), ir.VectorType(I16, 2 * LANES))
+
+
+@operation(types.void, A, V8, V8)
+def store_weights(builder: Any, address: Any, x: Any, factor: Any) -> Any:
+    """x * factor, below 2 ** 15, rounded to int16: lanes 0 and 4 side by side, 1 and 5, 2 and 6, 3 and 7."""
+    # Adding 1.5 * 2 ** 23 leaves the nearest whole number in the lowest bits.
+    whole = builder.bitcast(math_of(builder, "fma", x, factor, constant(1.5 * 2**23, x)), ir.VectorType(I16, 2 * LANES))
+    return store_vector(builder, address, shuffle(builder, whole, whole, [0, 8, 2, 10, 4, 12, 6, 14]), 4)
+
+
+@operation(types.void, A, V8)
+def store_i16(builder: Any, address: Any, value: Any) -> Any:
+    """Eight whole numbers as int16."""
+    return store_vector(builder, address, builder.trunc(builder.fptosi(value, INTS), _SHORTS), 2)
+
+
+@operation(I32X8, I16X16, I16X16, I32X8)
+def add_products(builder: Any, x: Any, y: Any, sums: Any) -> Any:
+    """sums + the products of neighbours in pairs: x0 y0 + x1 y1, x2 y2 + x3 y3, ..."""
+    if HAS_PAIRS:
+        return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", INTS, x, y))
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
+    even, odd = (shuffle(builder, products, products, list(range(i, 2 * LANES, 2))) for i in (0, 1))
+    return builder.add(sums, builder.add(even, odd))
+
+
+@operation(V8, I32X8)
+def to_float(builder: Any, x: Any) -> Any:
+    """Eight int32 as float32."""
+    return builder.sitofp(x, _FLOATS)
+
+
+@operation(I32X8, *[I32X8] * 8)
+def whole_totals(builder: Any, *vectors: Any) -> Any:
+    """The sums of eight vectors, one a lane."""
+    return sum_vectors(builder, builder.add, vectors)
 
 
 # --- Rounding ---------------------------------------------------------------------------------------------------

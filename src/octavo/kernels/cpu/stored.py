@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
-from numba.core import types
-from numba.extending import overload
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import pack_array
 
 from octavo.kernels.cpu.simd import (
     evens,
@@ -25,6 +24,7 @@ from octavo.kernels.cpu.simd import (
     zip_high,
     zip_low,
 )
+from octavo.kernels.cpu.simd_base import I8X16, I64, V8, A, tagged
 from octavo.kernels.cpu.simd_eight_bit import (
     E4M3_UNIT,
     load_e4m3,
@@ -34,9 +34,19 @@ from octavo.kernels.cpu.simd_eight_bit import (
     load_e5m2_even,
     load_e5m2_odd,
     load_i8,
+    note_codes,
+    spoil_even,
+    spoil_halves,
+    spoil_odd,
 )
 
-OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+OPTIONS = {
+    "nogil": True,
+    "error_model": "numpy",
+    "boundscheck": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 """How every function here is compiled."""
 
 FLOAT32, FLOAT16, BFLOAT16, INT8, E4M3, E5M2 = range(6)
@@ -67,9 +77,9 @@ TAGS = {
 
 class _Stored(NamedTuple):
     size: int  # bytes of a number
-    one: Callable[[int], Any]  # loads eight
-    even: Callable[[int], Any] | None = None  # loads numbers 0, 2, ..., 14, where that costs less than neighbours
-    odd: Callable[[int], Any] | None = None
+    one: Any  # loads eight
+    even: Any = None  # loads numbers 0, 2, ..., 14, where that costs less than neighbours
+    odd: Any = None
     unit: float = 1.0  # what loaded numbers must be multiplied with
 
 
@@ -83,73 +93,78 @@ _BY_TAG = {
 }
 
 
-def load(address: int, tag: type) -> Any:
+_PAIR = types.UniTuple(V8, 2)
+
+
+@tagged(V8, A)
+def load(of: Any, builder: Any, address: Any) -> Any:
     """Eight stored numbers as float32, over the tag's unit."""
+    return _BY_TAG[of].one.emit(builder, address)
 
 
-@overload(load, inline="always")
-def _load(address, tag):
-    one = _BY_TAG[tag.dtype].one
-
-    return lambda address, tag: one(address)
-
-
-def load_pair(address: int, tag: type) -> Any:
-    """Sixteen stored numbers as two vectors: halves, or the even and the odd ones where these cost less."""
-
-
-@overload(load_pair, inline="always")
-def _load_pair(address, tag):
-    size, one, even, odd, _ = _BY_TAG[tag.dtype]
+@tagged(_PAIR, A)
+def load_pair(of: Any, builder: Any, address: Any) -> Any:
+    """Sixteen stored numbers as two vectors: halves, or the even and the odd ones where these cost less. e4m3's NaN
+    comes as a number: `note` finds it."""
+    size, one, even, odd, _ = _BY_TAG[of]
     if even is not None:
-        return lambda address, tag: (even(address), odd(address))
-    half = 8 * size
-
-    return lambda address, tag: (one(address), one(address + half))
-
-
-def size_of(tag: type) -> int:
-    """Bytes of a stored number."""
-    raise NotImplementedError("compiled functions only")
+        return pack_array(builder, [even.emit(builder, address), odd.emit(builder, address)])
+    half = builder.add(address, address.type(8 * size))
+    return pack_array(builder, [one.emit(builder, address), one.emit(builder, half)])
 
 
-@overload(size_of, inline="always")
-def _size_of(tag):
-    size = _BY_TAG[tag.dtype].size
-    return lambda tag: size
+@tagged(I8X16, I8X16, A)
+def note(of: Any, builder: Any, noted: Any, address: Any) -> Any:
+    """What `load_pair` of the same numbers left out; begins with `no_codes`."""
+    return note_codes.emit(builder, noted, address) if of == types.uint8 else noted
 
 
-def unit_of(tag: type) -> float:
-    """What `load` and `load_pair` leave to be multiplied with."""
-    raise NotImplementedError("compiled functions only")
+@tagged(V8, V8, I8X16, I8X16)
+def with_rows_noted(of: Any, builder: Any, x: Any, one: Any, other: Any) -> Any:
+    """Scores of two rows, four heads each, and what was noted of the rows."""
+    return spoil_halves.emit(builder, x, one, other) if of == types.uint8 else x
 
 
-@overload(unit_of, inline="always")
-def _unit_of(tag):
-    unit = _BY_TAG[tag.dtype].unit
-    return lambda tag: unit
+@tagged(_PAIR, V8, V8, I8X16)
+def with_noted(of: Any, builder: Any, x: Any, y: Any, noted: Any) -> Any:
+    """Sums of sixteen numbers, in pair order, and what was noted of them."""
+    if of == types.uint8:
+        x, y = spoil_even.emit(builder, x, noted), spoil_odd.emit(builder, y, noted)
+    return pack_array(builder, [x, y])
 
 
-def to_pair(x: Any, y: Any, tag: type) -> Any:
+@tagged(_PAIR, V8, V8)
+def to_pair(of: Any, builder: Any, x: Any, y: Any) -> Any:
     """Two halves of sixteen numbers as `load_pair` would have them."""
+    if _BY_TAG[of].even is not None:
+        x, y = evens.emit(builder, x, y), odds.emit(builder, x, y)
+    return pack_array(builder, [x, y])
 
 
-@overload(to_pair, inline="always")
-def _to_pair(x, y, tag):
-    if _BY_TAG[tag.dtype].even is not None:
-        return lambda x, y, tag: (evens(x, y), odds(x, y))
-    return lambda x, y, tag: (x, y)
-
-
-def from_pair(x: Any, y: Any, tag: type) -> Any:
+@tagged(_PAIR, V8, V8)
+def from_pair(of: Any, builder: Any, x: Any, y: Any) -> Any:
     """The two halves of sixteen numbers that `load_pair` brought."""
+    if _BY_TAG[of].even is not None:
+        x, y = zip_low.emit(builder, x, y), zip_high.emit(builder, x, y)
+    return pack_array(builder, [x, y])
 
 
-@overload(from_pair, inline="always")
-def _from_pair(x, y, tag):
-    if _BY_TAG[tag.dtype].even is not None:
-        return lambda x, y, tag: (zip_low(x, y), zip_high(x, y))
-    return lambda x, y, tag: (x, y)
+@tagged(types.int64)
+def size_of(of: Any, _builder: Any) -> Any:
+    """Bytes of a stored number."""
+    return I64(_BY_TAG[of].size)
+
+
+@tagged(types.boolean)
+def is_int8(of: Any, _builder: Any) -> Any:
+    """Whether the numbers are int8."""
+    return ir.IntType(1)(of == types.int8)
+
+
+@tagged(types.float64)
+def unit_of(of: Any, _builder: Any) -> Any:
+    """What `load` and `load_pair` leave to be multiplied with."""
+    return ir.DoubleType()(_BY_TAG[of].unit)
 
 
 @njit(**OPTIONS)
