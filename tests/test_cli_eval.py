@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import tiny
 from octavo.cli import main
-from octavo.engine import llm
+from octavo.engine import llm, scoring
 from octavo.engine import models as loading
 from octavo.engine.models import LoadedModel
 from octavo.scales import KVScales
@@ -128,6 +128,18 @@ def test_eval_without_calibration_reads_the_whole_text(run: Run) -> None:
     assert found["formats"][1]["scales"] == "from a file"
 
 
+def test_eval_takes_ks_mean_from_the_texts_first_quarter(run: Run) -> None:
+    arguments = ("eval", "tiny", "--max-tokens", "80", "--kv-format", "int8_k", "--kv-format", "fp8", "--json")
+    plain, smooth = (json.loads(run(*arguments, *more)[1]) for more in ((), ("--smooth-k",)))
+    assert (plain["num_calibration_tokens"], smooth["num_calibration_tokens"]) == (0, 20)
+    assert [x["scales"] for x in smooth["formats"]] == [None, "the text's first quarter", None]
+    # The same by a file, as users of `generate` have it.
+    run("calibrate", "tiny", "--max-tokens", "20", "--kv-format", "int8_k", "--smooth-k", "--out", "s.st")
+    Path("rest.txt").write_text(scoring.shipped_text()[20:80])
+    found = json.loads(run("eval", "tiny", "--text", "rest.txt", *arguments[4:], "--kv-scales", "s.st")[1])
+    assert found["formats"][1]["mean_kl"] == smooth["formats"][1]["mean_kl"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,6 +160,7 @@ def test_eval_without_calibration_reads_the_whole_text(run: Run) -> None:
         ("eval tiny --text short.txt", "the text has 0 tokens, too few"),
         ("eval tiny --kv-format int3", "unknown cache format 'int3'"),
         ("eval tiny --layers int3", "unknown cache format 'int3'"),
+        ("eval tiny --smooth-k --kv-format fp8", "--smooth-k is for the int8 formats, --kv-format names none"),
         ("eval tiny --kv-scales nowhere.st", "no scales at nowhere.st"),
         ("eval tiny --kv-scales s.st --kv-scales s.st", "two files of --kv-scales are for int8_kv"),
         ("eval tiny2 --kv-scales s.st", "they are for 3 layers, the model has 2"),

@@ -19,7 +19,7 @@ from octavo.errors import Unsupported
 from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS, KVFormat
 from octavo.launch import Plan, PlanBuffers
 from octavo.planner import Planner
-from octavo.rotation import Rotation
+from octavo.rotation import Rotation, rotate
 from octavo.run import append, run
 from octavo.spec import AttentionSpec, KVShard
 from octavo.warm_up import warm_up
@@ -262,8 +262,7 @@ class Impl:
         if self.k_offset is not None:
             k = (k.float() - self.k_offset).to(k.dtype)
         if self.rotation is not None:
-            _check_rotated("k", k, self.rotation.k)
-            k = k @ self.rotation.k
+            k = rotate(k, self.rotation.k)
         append(cache, k, v, slot_mapping)
 
     def forward(
@@ -342,13 +341,7 @@ def _rotated(q: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
     """q as it meets rotated keys."""
     if plan.batch_invariant:
         raise Unsupported("a rotation is not batch invariant: a product of matrices may round a row by its neighbours")
-    _check_rotated("q", q, rotation.q)
-    return q @ rotation.q
-
-
-def _check_rotated(name: str, rows: Tensor, matrix: Tensor) -> None:
-    if rows.dtype != matrix.dtype:
-        raise TypeError(f"the rotation was made for {name} of {matrix.dtype}, got {rows.dtype}; make one for it")
+    return rotate(q, rotation.q)
 
 
 def _restore_lse(plan: Plan, spec: AttentionSpec, q: Tensor, k_offset: Tensor, lse: Tensor) -> None:

@@ -17,7 +17,8 @@ class Rotation:
     """What rows of q and K [..., head_dim] are multiplied by from the right.
 
     Args:
-        q, k: [head_dim, head_dim], in the dtype of q and K; q @ k.T is the unit matrix, so that q . k stays what it is.
+        q, k: [head_dim, head_dim], in the dtype in which products are made; q @ k.T is the unit matrix, so that q . k
+            stays what it is.
     """
 
     q: Tensor
@@ -32,12 +33,18 @@ def hadamard(head_dim: int, dtype: torch.dtype, device: torch.device | str = "cp
 
     Args:
         head_dim: width of a row, at least 1. An odd one has blocks of 1 and stays as it is.
-        dtype, device: of q and K.
+        dtype, device: of q and K. Products are made in this dtype, on a CPU in float32: 16-bit ones are slow there.
     """
     width = head_dim & -head_dim
     signs = torch.ones(1, 1)
     while signs.shape[0] < width:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
-    whole = torch.kron(torch.eye(head_dim // width), signs).to(device)
+    products = torch.float32 if torch.device(device).type == "cpu" else dtype
+    whole = torch.kron(torch.eye(head_dim // width), signs).to(device, products)
     log2 = width.bit_length() - 1
-    return Rotation((whole * 2.0 ** -((log2 + 1) // 2)).to(dtype), (whole * 2.0 ** -(log2 // 2)).to(dtype))
+    return Rotation(whole * 2.0 ** -((log2 + 1) // 2), whole * 2.0 ** -(log2 // 2))
+
+
+def rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Rows of q or K [..., head_dim] by their matrix of a `Rotation`, in the rows' dtype."""
+    return (rows.to(matrix.dtype) @ matrix).to(rows.dtype)

@@ -51,6 +51,10 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    smooth_k: Annotated[
+        bool,
+        typer.Option("--smooth-k", help="int8 formats without a file: K less its mean over the text's first quarter."),
+    ] = False,
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a sequence; none: 2048, or what the model allows.")
     ] = None,
@@ -73,6 +77,8 @@ def evaluate(
     check_early(dtype, "auto", device)
     asked = [_parse(name).name for name in kv_format or ()]
     one_layer = None if layers is None else _parse(layers).name
+    if smooth_k and asked and not any(_parse(name).k_scaled_by_row for name in asked):
+        raise CommandError(f"--smooth-k is for the int8 formats, --kv-format names none of them: {', '.join(asked)}")
     _check_plot(plot)
     given = _load_scales(kv_scales or ())
     source = read_text(text)
@@ -87,11 +93,14 @@ def evaluate(
         opening, tokens = tokenise(loaded.tokenizer, source.text)
         tokens = tokens[:max_tokens]
         size = context_of(loaded, context)
-        missing = [n for n in dict.fromkeys([*names, *([one_layer] if one_layer else [])]) if _needs(n) - {*given}]
+        wanted = dict.fromkeys([*names, *([one_layer] if one_layer else [])])
+        missing = [n for n in wanted if n not in given and _is_calibrated(n, smooth_k)]
         num_calibration = len(tokens) // CALIBRATION_SHARE if missing else 0
         scales, origins = dict(given), dict.fromkeys(given, "from a file")
         if missing:
-            scales |= _calibrated(loaded, cut(opening, tokens[:num_calibration], size), missing, source, console)
+            scales |= _calibrated(
+                loaded, cut(opening, tokens[:num_calibration], size), missing, source, console, smooth_k
+            )
             origins |= dict.fromkeys(missing, "the text's first quarter")
         windows = cut(opening, tokens[num_calibration:], size)
         with token_bar(console, "evaluating", windows.num_tokens * (1 + len(names))) as progress:
@@ -128,7 +137,7 @@ def evaluate(
 
 
 def _calibrated(
-    loaded: LoadedModel, part: Windows, names: Sequence[str], source: Source, console: Console
+    loaded: LoadedModel, part: Windows, names: Sequence[str], source: Source, console: Console, smooth_k: bool
 ) -> dict[str, KVScales]:
     """Scales of these formats from a part of the text."""
     from octavo.engine.scoring import record
@@ -136,8 +145,8 @@ def _calibrated(
     with token_bar(console, "calibrating", part.num_tokens) as progress:
         recorder, runner = record(loaded.model, part, progress)
     provenance = Provenance(int(recorder.num_tokens), source.sha256, 100.0, octavo.__version__)
-    dtype = loaded.model.dtype
-    return {name: recorder.scales(KVFormat.parse(name, dtype), runner.kv_model, provenance) for name in names}
+    formats = [KVFormat.parse(name, loaded.model.dtype) for name in names]
+    return {x.name: recorder.scales(x, runner.kv_model, provenance, smooth_k=smooth_k) for x in formats}
 
 
 def _print(
@@ -204,9 +213,10 @@ def _parse(name: str) -> KVFormat:
         raise CommandError(str(error)) from error
 
 
-def _needs(name: str) -> set[str]:
-    """The format, if it cannot do without static scales."""
-    return {name} if _parse(name).v_scaled_by_channel else set()
+def _is_calibrated(name: str, smooth_k: bool) -> bool:
+    """Whether the format cannot do without static scales, or is to have an offset of K."""
+    format = _parse(name)
+    return format.v_scaled_by_channel or (smooth_k and format.k_scaled_by_row)
 
 
 def _smaller(dtype: torch.dtype) -> list[str]:
