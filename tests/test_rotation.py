@@ -15,7 +15,7 @@ from octavo.bench.cases import Case, Problem, build
 from octavo.reference import attention, real
 from octavo.rotation import Rotation, hadamard, rotate
 from octavo.spec import AttentionSpec, KVShard
-from tolerance import assert_within, eager
+from tolerance import assert_same_bits, assert_within, eager
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 80, 96, 128, 256])
@@ -29,6 +29,10 @@ def test_scores_stay_and_nothing_stands_out(width: int) -> None:
     outlier[0] = 1.0
     block = width & -width
     assert (outlier @ rotation.k).abs().max() <= (2 / block) ** 0.5
+    rows = torch.randn(3, 5, width, generator=torch.Generator().manual_seed(0))
+    for matrix in (rotation.q, rotation.k):
+        assert_within("sums", rotate(rows, matrix, True), rows.double() @ matrix.double(), rows)
+        assert rotate(rows, matrix, True)[1, 2].equal(rotate(rows[1, 2], matrix, True))
 
 
 def coarse(x: torch.Tensor) -> torch.Tensor:
@@ -150,5 +154,25 @@ def test_what_a_rotation_does_not_go_with() -> None:
     case = small("a", heads=(4, 2), kv_format="int8_k")
     problem = build(case)
     impl, out = Impl(case.spec, rotation=hadamard(16, torch.float32)), torch.zeros(len(problem.q), 4, 16)
-    with pytest.raises(Unsupported, match="not batch invariant"):
+    with pytest.raises(Unsupported, match="needs a rotation that is"):
         impl.forward(problem.q, None, None, problem.cache, make_plan(problem, Cut(invariant=True)), out)
+
+
+def test_invariant_layers_do_not_look_at_neighbours() -> None:
+    """A sequence alone, and among others: the same codes in its pages, the same output, bit for bit."""
+    case = small("a", heads=(4, 2), kv_format="int8_k")
+    impl = Impl(case.spec, rotation=hadamard(16, torch.float32, batch_invariant=True))
+    problem = build(case)
+    write(problem, impl, torch.zeros(2, 16))
+    together = torch.zeros(len(problem.q), 4, 16)
+    impl.forward(problem.q, None, None, problem.cache, make_plan(problem, Cut(invariant=True)), together)
+    assert not together.eq(0).all()
+    starts = problem.batch.query_start_loc.tolist()
+    for seq in range(len(starts) - 1):
+        rows = slice(starts[seq], starts[seq + 1])
+        one = replace(case, shared=(), query_lens=case.query_lens[seq : seq + 1], seq_lens=case.seq_lens[seq : seq + 1])
+        alone = replace(build(one), keys=problem.keys[seq : seq + 1], values=problem.values[seq : seq + 1])
+        write(alone, impl, torch.zeros(2, 16))
+        out = torch.zeros(len(alone.q), 4, 16)
+        impl.forward(problem.q[rows], None, None, alone.cache, make_plan(alone, Cut(invariant=True)), out)
+        assert_same_bits("out", out, together[rows])

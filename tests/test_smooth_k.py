@@ -58,7 +58,7 @@ def test_output_and_lse_are_those_of_the_whole_k(plan: dict, changes: dict) -> N
     assert cache.k_descale.max() < 0.1  # without the offset: 30 / 127 and more
     real_q, real_k, real_v = real(batch, q, cache)
     expected, stored_lse = attention(spec, batch, real_q, real_k, real_v)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)  # weights of int8 values have 16 bits
     moved = torch.stack([q[:, h].double() @ offset[h // 2].double() for h in range(4)], 1) * spec.scale
     torch.testing.assert_close(lse.double(), stored_lse + moved, rtol=1e-5, atol=1e-4)
     assert lse[6].eq(-torch.inf).all()

@@ -262,7 +262,7 @@ class Impl:
         if self.k_offset is not None:
             k = (k.float() - self.k_offset).to(k.dtype)
         if self.rotation is not None:
-            k = rotate(k, self.rotation.k)
+            k = rotate(k, self.rotation.k, self.rotation.batch_invariant)
         append(cache, k, v, slot_mapping)
 
     def forward(
@@ -339,9 +339,12 @@ def _check_rotation(spec: AttentionSpec, rotation: Rotation, kind: AttentionKind
 
 def _rotated(q: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
     """q as it meets rotated keys."""
-    if plan.batch_invariant:
-        raise Unsupported("a rotation is not batch invariant: a product of matrices may round a row by its neighbours")
-    return rotate(q, rotation.q)
+    if plan.batch_invariant and not rotation.batch_invariant:
+        raise Unsupported(
+            "a batch-invariant plan needs a rotation that is: hadamard(..., batch_invariant=True); "
+            "a product of matrices may round a row by its neighbours"
+        )
+    return rotate(q, rotation.q, rotation.batch_invariant)
 
 
 def _restore_lse(plan: Plan, spec: AttentionSpec, q: Tensor, k_offset: Tensor, lse: Tensor) -> None:

@@ -19,13 +19,18 @@ class Rotation:
     Args:
         q, k: [head_dim, head_dim], in the dtype in which products are made; q @ k.T is the unit matrix, so that q . k
             stays what it is.
+        batch_invariant: a row's bits do not depend on its neighbours: sums in a fixed order instead of a product of
+            matrices, several times slower.
     """
 
     q: Tensor
     k: Tensor
+    batch_invariant: bool = False
 
 
-def hadamard(head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Rotation:
+def hadamard(
+    head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, batch_invariant: bool = False
+) -> Rotation:
     """The rotation by Hadamard matrices, in blocks as wide as the largest power of two that divides head_dim.
 
     All entries are powers of two or their negatives, exact in any float dtype. Where the width is no square the matrix
@@ -34,17 +39,33 @@ def hadamard(head_dim: int, dtype: torch.dtype, device: torch.device | str = "cp
     Args:
         head_dim: width of a row, at least 1. An odd one has blocks of 1 and stays as it is.
         dtype, device: of q and K. Products are made in this dtype, on a CPU in float32: 16-bit ones are slow there.
+        batch_invariant: as for `Rotation`.
     """
-    width = head_dim & -head_dim
+    width = _block(head_dim)
     signs = torch.ones(1, 1)
     while signs.shape[0] < width:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     products = torch.float32 if torch.device(device).type == "cpu" else dtype
     whole = torch.kron(torch.eye(head_dim // width), signs).to(device, products)
     log2 = width.bit_length() - 1
-    return Rotation(whole * 2.0 ** -((log2 + 1) // 2), whole * 2.0 ** -(log2 // 2))
+    return Rotation(whole * 2.0 ** -((log2 + 1) // 2), whole * 2.0 ** -(log2 // 2), batch_invariant)
 
 
-def rotate(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Rows of q or K [..., head_dim] by their matrix of a `Rotation`, in the rows' dtype."""
-    return (rows.to(matrix.dtype) @ matrix).to(rows.dtype)
+def rotate(rows: Tensor, matrix: Tensor, batch_invariant: bool = False) -> Tensor:
+    """Rows of q or K [..., head_dim] by their matrix of a `Rotation`, in the rows' dtype.
+
+    A product of matrices may round a row differently among other neighbours; batch_invariant: this one does not.
+    """
+    if not batch_invariant:
+        return (rows.to(matrix.dtype) @ matrix).to(rows.dtype)
+    width = _block(rows.shape[-1])
+    x, span = rows.float(), 1
+    while span < width:  # the fast Walsh-Hadamard transform
+        first, second = x.reshape(-1, 2, span).unbind(1)
+        x, span = torch.stack([first + second, first - second], 1), 2 * span
+    return (x.reshape(rows.shape) * matrix[0, 0].float()).to(rows.dtype)
+
+
+def _block(head_dim: int) -> int:
+    """The largest power of two that divides it."""
+    return head_dim & -head_dim
