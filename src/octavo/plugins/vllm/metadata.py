@@ -32,6 +32,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Plan]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._has_pages = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        for layer in self._layers():
+            layer.impl.bind(layer)  # scales that are missing or do not fit are refused now, not at the first request
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -114,7 +114,7 @@ def static_scales(config: VllmConfig, layer_name: str, kv_format: KVFormat) -> S
         if kv_format.v_scaled_by_channel:
             raise ValueError(
                 f"cache format {kv_format.name} needs the model's scales: "
-                f"`{how_to_calibrate(config.model_config.model)}`; with vLLM, give the file as "
+                f"{how_to_calibrate(config.model_config.model)}; inside vLLM give the file as "
                 f'--additional-config \'{{"octavo": {{"kv_scales": "scales.safetensors"}}}}\''
             )
         return StaticScales()
