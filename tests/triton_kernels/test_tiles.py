@@ -31,7 +31,7 @@ def test_decode_and_prefill_run_with_what_was_measured() -> None:
     assert choose(replace(LLAMA, max_rows=16)) == Tile(rows=16, keys=64, num_warps=4, num_stages=7)
     prefill = replace(LLAMA, max_rows=1 << 16)
     assert choose(prefill) == Tile(rows=128, keys=64, num_warps=8, num_stages=4, max_registers=128)
-    assert choose(replace(prefill, kv_bytes=1)) == Tile(rows=128, keys=128, num_warps=8, num_stages=3)
+    assert choose(replace(prefill, kv_bytes=1)) == Tile(rows=64, keys=64, num_warps=4, num_stages=5)
     assert choose(replace(prefill, warpgroups=False)) == Tile(rows=128, keys=64, num_warps=8, num_stages=5)
     assert choose(replace(prefill, head_dim=192)) == Tile(rows=128, keys=64, num_warps=8, num_stages=5)
     wide = replace(prefill, head_dim=256, value_dim=256)

@@ -91,7 +91,7 @@ def _wanted(shape: Shape) -> Tile:
         return Tile(min(_rows(shape), 32), 32, 8, 5)
     rows = _rows(shape)
     if rows > 64 and shape.warpgroups and shape.kv_bytes == 1 and width <= 128:
-        return Tile(128, 128, 8, 3)  # V passes through registers, which leaves none to spare for a second program
+        return Tile(64, 64, 4, 5)  # V passes through registers, of which larger tiles leave none to spare
     if rows > 64 and shape.warpgroups:
         # Two programs of 128 registers a thread hide each other's waits, though the accumulators hardly fit.
         return Tile(128, 64, 8, 4, 128) if width <= 128 else Tile(128, 64, 8, 5)
