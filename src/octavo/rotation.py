@@ -20,7 +20,7 @@ class Rotation:
         q, k: [head_dim, head_dim], in the dtype in which products are made; q @ k.T is the unit matrix, so that q . k
             stays what it is.
         batch_invariant: a row's bits do not depend on its neighbours: sums in a fixed order instead of a product of
-            matrices, several times slower.
+            matrices, many times slower (docs/measured.md).
     """
 
     q: Tensor
@@ -52,9 +52,16 @@ def hadamard(
 
 
 def rotate(rows: Tensor, matrix: Tensor, batch_invariant: bool = False) -> Tensor:
-    """Rows of q or K [..., head_dim] by their matrix of a `Rotation`, in the rows' dtype.
+    """Rows of q or K, turned.
 
-    A product of matrices may round a row differently among other neighbours; batch_invariant: this one does not.
+    Args:
+        rows: [..., head_dim] of any float dtype.
+        matrix: [head_dim, head_dim], q's or k's of what `hadamard` made.
+        batch_invariant: a product of matrices may round a row differently among other neighbours; with this, sums in a
+            fixed order do not. They are those of a Hadamard matrix, and no other will do.
+
+    Returns:
+        rows @ matrix, in the rows' shape and dtype.
     """
     if not batch_invariant:
         return (rows.to(matrix.dtype) @ matrix).to(rows.dtype)
