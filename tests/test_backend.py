@@ -12,7 +12,7 @@ from octavo.backend import Backend, BuilderConfig, Impl, MetadataBuilder, window
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.errors import Unsupported
-from octavo.spec import AttentionSpec
+from octavo.spec import AttentionSpec, KVShard
 from tolerance import assert_within
 
 CPU = torch.device("cpu")
@@ -87,6 +87,13 @@ def test_a_layer_writes_and_attends() -> None:
     batch = AttentionBatch.from_lengths([9], [9], [[0]])
     true, _ = reference.attention(impl.spec, batch, q, k[None], v[None], sinks=sinks)
     assert_within("two steps", out, true, true.float())
+
+
+def test_a_rank_warms_up_a_layer_with_sinks() -> None:
+    cache = PagedKVCache(num_layers=1, num_blocks=32, block_size=4, num_kv_heads=2, head_dim=16,
+                         dtype=torch.float32).layer(0)  # fmt: skip
+    impl = Impl(dataclasses.replace(SPEC, sinks=True), sinks=torch.ones(6))
+    builder(shard=KVShard(2, 1)).warm_up(impl, cache, torch.float32, 4)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])

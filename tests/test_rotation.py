@@ -65,7 +65,7 @@ def attend(impl: Impl, case: Case, cut: Cut, offset: torch.Tensor) -> tuple[torc
         lse = torch.full(out.shape[:2], 99.0)
         impl.forward(coarse(problem.q), None, None, problem.cache, make_plan(problem, cut), out, lse)
         parts.append((out, lse))
-    out, lse = over_ranks(parts)
+    out, lse = over_ranks(parts, impl.sinks)
     return out.to(case.dtype), lse
 
 
@@ -73,6 +73,7 @@ ALL = {"window_left": 20, "logits_soft_cap": 2.0, "alibi": "linear", "sinks": Tr
 CROSSINGS = [
     (small("ranks", kv_format="int8_k", alibi="linear"), Cut(world=3, interleave=2), True),
     (small("empty-ranks", kv_format="int8_per_token", dtype=torch.bfloat16, causal=False), Cut(world=8), True),
+    (small("ranks-with-sinks", kv_format="int8_k", logits_soft_cap=2.0, sinks=True), Cut(world=3), False),
     (small("cascade", kv_format="int8_k", alibi="sqrt", window_left=20), CUTS["cascade"], True),
     (small("all-cuts", kv_format="int8_kv", dtype=torch.bfloat16, alibi="linear", order="NHD"), CUTS["all"], True),
     (small("all-scores", kv_format="int8_per_token", **ALL), CUTS["cascade"], False),

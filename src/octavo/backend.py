@@ -186,6 +186,7 @@ class MetadataBuilder:
             max_num_seqs=max_num_seqs,
             max_seq_len=self.config.max_model_len,
             prefixes=max_num_seqs >= MIN_CASCADE_SEQS and self.config.max_model_len > MIN_CASCADE_TOKENS,
+            lse=self.config.shard.is_part,
             alibi_slopes=impl.alibi_slopes,
             sinks=impl.sinks,
         )
@@ -287,6 +288,9 @@ class Impl:
             out: [>= num_tokens, num_q_heads, value_dim], written in place.
             lse: [>= num_tokens, num_q_heads] float32 or None, written in place.
             q_descale: float32 [] or [num_seqs, num_kv_heads], of a q that comes in fp8; None: 1.
+
+        Where ranks hold parts of the keys, out and lse are this rank's; `merge_states` makes the layer's result of all
+        of them, and takes the sinks.
         """
         if plan is None:
             out.zero_()
@@ -305,7 +309,7 @@ class Impl:
             out,
             lse,
             alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
+            sinks=None if plan.shard.is_part else self.sinks,
             q_descale=q_descale,
         )
         if lse is not None and self.k_offset is not None and plan.launches:

@@ -26,10 +26,18 @@ class State(NamedTuple):
         result (num_parts = 1) any float dtype.
     lse: [num_parts, num_tokens, num_q_heads] float32, natural log, -inf where nothing was attended; None
         where the caller does not want it.
+
+    A final result may come without the dimension of parts: making a view of it takes a tenth of a launch.
     """
 
     out: Tensor
     lse: Tensor | None
+
+    def in_parts(self) -> State:
+        """The same with the dimension of parts."""
+        if self.out.ndim == 4:
+            return self
+        return State(self.out.unsqueeze(0), None if self.lse is None else self.lse.unsqueeze(0))
 
 
 class Operands(NamedTuple):
@@ -210,7 +218,7 @@ class Plan:
         shard: which keys this rank holds.
         batch_invariant: a row's bits may depend on its own keys only.
         check: tables are compared with the cache (reads tensors, so on a GPU it waits).
-        memo: what kernels worked out of this plan for one layer and its other layers need again.
+        memo: what `run` and kernels worked out of this plan for one layer and its other layers need again.
     """
 
     launches: tuple[Launch, ...]

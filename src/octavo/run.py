@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -108,31 +110,37 @@ def run(
     # The layers of a model are of one kind or a few, and checking each of them takes as long as launching.
     terms = (facts(alibi_slopes), facts(sinks), facts(q_descale))
     call = ("run", spec, cache.facts, facts(q), facts(out), facts(lse), *terms)
-    family = plan.memo.get(call)
-    if family is None:
+    kind: Kind | None = plan.memo.get(call)
+    if kind is None or kind.check_again:
         check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
-        family = kernels.for_device(q.device)
-        if not reads_tables(plan):
-            plan.memo[call] = family
-    n = plan.num_tokens
-    operands = Operands(q, cache, alibi_slopes, sinks, q_descale)
-    result = State(_rows(out, n), None if lse is None else _rows(lse, n))
+    if kind is None:
+        kind = plan.memo[call] = Kind(kernels.for_device(q.device), reads_tables(plan), {})
+    family, _, memo = kind
+    operands, result = Operands(q, cache, alibi_slopes, sinks, q_descale), State(out, lse)
     if plan.num_states <= 1:
         for launch in plan.launches:
-            family.attend(spec, plan, launch, operands, result)
+            family.attend(spec, plan, launch, operands, result, memo)
         return
-    parts = plan.workspace.states(plan.num_states, n, spec.num_q_heads, spec.v_dim)
+    parts = plan.workspace.states(plan.num_states, plan.num_tokens, spec.num_q_heads, spec.v_dim)
     assert parts.lse is not None
     parts.lse.fill_(-torch.inf)  # a row that a launch leaves out has an empty part there
     for launch in plan.launches:
         mine = slice(launch.first_state, launch.first_state + launch.num_splits)
-        family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]))
-    family.merge(parts, sinks, result, plan.launches[-1].query_start_loc, plan.memo)
+        family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]), memo)
+    family.merge(parts, sinks, result, plan.launches[-1].query_start_loc, memo)
 
 
-def _rows(x: Tensor, n: int) -> Tensor:
-    """The first n rows, as one part."""
-    return x.unsqueeze(0) if x.shape[0] == n else x[:n].unsqueeze(0)
+class Kind(NamedTuple):
+    """Calls of one plan whose arguments are alike in all but addresses and numbers, as those of a model's layers are.
+
+    family: the kernels that serve them.
+    check_again: the checks read numbers, so that every call needs them.
+    memo: what the kernels worked out for one of the calls and the others need again.
+    """
+
+    family: kernels.Kernels
+    check_again: bool
+    memo: dict[tuple[Any, ...], Any]
 
 
 @torch.no_grad()
@@ -166,7 +174,7 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
         raise ValueError(f"sinks must be float32 [{lses.shape[2]}], got {sinks.dtype} {tuple(sinks.shape)}")
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     parts = State(outs.float(), lses)
-    kernels.for_device(outs.device).merge(parts, sinks, State(out.unsqueeze(0), lse.unsqueeze(0)))
+    kernels.for_device(outs.device).merge(parts, sinks, State(out, lse))
     return out, lse
 
 
@@ -269,7 +277,7 @@ def _check_seq_scales(plan: Plan, cache: LayerCache, q: Tensor, q_descale: Tenso
 def _check_head_terms(
     plan: Plan, spec: AttentionSpec, alibi_slopes: Tensor | None, sinks: Tensor | None, device: torch.device
 ) -> None:
-    sharded = plan.shard.dcp_world > 1
+    sharded = plan.shard.is_part
     if sharded and sinks is not None:
         raise ValueError("a rank's partial result has no sink; give sinks to merge_states, which reduces the ranks")
     for name, term, wanted in (

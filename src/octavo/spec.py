@@ -39,12 +39,17 @@ class KVShard:
             raise ValueError(f"dcp_rank must lie in [0, {self.dcp_world}), got {self.dcp_rank}")
 
     @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold keys too."""
+        return self.dcp_world > 1
+
+    @property
     def _cycle(self) -> int:
         return self.dcp_world * self.interleave
 
     def local_count(self, x: Positions) -> Positions:
         """How many of the first `x` positions live on this rank; `x` an int or an integer tensor, >= 0."""
-        if self.dcp_world == 1:
+        if not self.is_part:
             return x
         rest = x % self._cycle - self.dcp_rank * self.interleave
         if isinstance(rest, Tensor):

@@ -58,7 +58,8 @@ def warm_up(
         max_num_seqs, max_seq_len: of the steps to come.
         prefixes: plans will have shared prefixes.
         lse: steps will want their LSE.
-        alibi_slopes, sinks: as for `run`.
+        alibi_slopes: as for `run`.
+        sinks: [num_q_heads] float32, given iff spec.sinks.
 
     Returns:
         The number of steps that ran.
@@ -89,7 +90,16 @@ def warm_up(
         append(cache, k, v, plan.slot_mapping)
         out = zeros((n, spec.num_q_heads, spec.v_dim))
         lses = torch.empty(n, spec.num_q_heads, device=device) if lse else None
-        run(plan, spec, q, cache, out, lses, alibi_slopes=alibi_slopes, sinks=sinks)
+        run(
+            plan,
+            spec,
+            q,
+            cache,
+            out,
+            lses,
+            alibi_slopes=alibi_slopes,
+            sinks=None if planner.shard.is_part else sinks,
+        )
         done += 1
     return done
 

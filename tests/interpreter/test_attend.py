@@ -38,10 +38,10 @@ def run(problem: Problem, plan: Plan, want_lse: bool = True) -> tuple[Tensor, Te
     out = torch.full((rows, spec.num_q_heads, spec.v_dim), 99.0, dtype=dtype)
     lse = torch.full((rows, spec.num_q_heads), 99.0)
     operands = Operands(problem.q, problem.cache, problem.alibi_slopes, sinks, problem.q_descale)
-    result = State(out[None, :n], lse[None, :n] if want_lse else None)
+    result, memo = State(out, lse if want_lse else None), {}
     if plan.num_states == 1:
         for launch in plan.launches:
-            family.attend(spec, plan, launch, operands, result)
+            family.attend(spec, plan, launch, operands, result, memo)
     else:
         parts = plan.workspace.states(plan.num_states, n, spec.num_q_heads, spec.v_dim)
         parts.out.fill_(NAN)
@@ -49,8 +49,8 @@ def run(problem: Problem, plan: Plan, want_lse: bool = True) -> tuple[Tensor, Te
         for launch in plan.launches:
             mine = slice(launch.first_state, launch.first_state + launch.num_splits)
             state = State(parts.out[mine], parts.lse[mine])
-            family.attend(spec, plan, launch, operands._replace(sinks=None), state)
-        family.merge(parts, sinks, result, plan.launches[-1].query_start_loc)
+            family.attend(spec, plan, launch, operands._replace(sinks=None), state, memo)
+        family.merge(parts, sinks, result, plan.launches[-1].query_start_loc, memo)
     assert bool((out[n:] == 99).all()), "a padding row was written"
     return out[:n], lse[:n]
 

@@ -169,8 +169,8 @@ def test_the_last_piece_merges_the_parts(case: Case, monkeypatch: pytest.MonkeyP
         out = torch.full((1, plan.num_tokens, case.spec.num_q_heads, case.spec.v_dim), 99.0)
         lse = torch.full(out.shape[:3], 99.0)
         operands = Operands(problem.q, problem.cache, problem.alibi_slopes, problem.sinks)
-        attend_module.attend(case.spec, plan, launch, operands, State(out, lse))
+        attend_module.attend(case.spec, plan, launch, operands, State(out, lse), {})
         assert_attention(problem, out[0], lse[0])
         assert not bool(tickets.any())
     with pytest.raises(ValueError, match=f"the plan has 1 tickets, this layer needs {len(tickets)}: give the planner"):
-        attend_module.attend(case.spec, plan, replace(launch, tickets=tickets[:1]), operands, State(out, lse))
+        attend_module.attend(case.spec, plan, replace(launch, tickets=tickets[:1]), operands, State(out, lse), {})

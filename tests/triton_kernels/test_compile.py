@@ -132,4 +132,4 @@ def attend(launch: Compiled, block_size: int) -> None:
     if launch.query_len == 1:  # as a plan on a GPU is
         tickets = torch.zeros(spec.num_kv_heads, dtype=torch.int32)
         whole = replace(whole, pieces=torch.zeros(1, 8, dtype=torch.int32), tickets=tickets)
-    attend_module.attend(spec, plan, whole, operands, state)
+    attend_module.attend(spec, plan, whole, operands, state, {})

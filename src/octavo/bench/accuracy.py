@@ -93,7 +93,7 @@ def truth(problem: Problem) -> Truth:
 
     They are on the CPU, wherever the problem is.
     """
-    assert problem.shard.dcp_world == 1
+    assert not problem.shard.is_part
     places = sample(problem.case)
     rows = torch.tensor([row for row, _, _ in places], dtype=torch.int64)
     with problem.q.device:

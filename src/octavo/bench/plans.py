@@ -20,6 +20,7 @@ from octavo.bench.measure import Machine
 from octavo.bench.providers import octavo_layer, octavo_planner
 from octavo.bench.timing import Call, interleave
 from octavo.cache import PagedKVCache
+from octavo.launch import Plan
 from octavo.spec import KVShard
 
 KEYS = 1024
@@ -34,7 +35,8 @@ class PlanRow:
     """What a step costs the host. The fields are the columns of the CSV file; what does not exist is None.
 
     Args:
-        provider: "octavo" or "flashinfer".
+        provider: "octavo", whose plans lie in memory that is kept, as engines have it and FlashInfer's wrapper too;
+            "octavo-own-memory", whose plans have memory of their own; or "flashinfer".
         device: name of the processor or of the GPU.
         requests: sequences with one new token each.
         keys: of each sequence.
@@ -95,7 +97,7 @@ def measure_plans(
     rows: list[PlanRow] = []
     for count in requests:
         problem = decode_step(count, device)
-        steps = [_octavo(problem)] if flashinfer is None else [_octavo(problem), _flash_infer(problem)]
+        steps = _octavo(problem) if flashinfer is None else [*_octavo(problem), _flash_infer(problem)]
         host: dict[str, Call] = {}
         graphs: dict[str, Call] = {}
         for step in steps:
@@ -159,13 +161,20 @@ def decode_step(requests: int, device: torch.device) -> Problem:
     )
 
 
-def _octavo(problem: Problem) -> Step:
-    planner = octavo_planner(problem)
-    plan = planner.plan(problem.batch)
+def _octavo(problem: Problem) -> list[Step]:
+    planner, batch = octavo_planner(problem), problem.batch
     if problem.q.device.type == "cpu":
-        return Step("octavo", lambda: planner.plan(problem.batch), None, None)
-    graph = capture([lambda: planner.plan(problem.batch).positions] * IN_A_ROW)
-    return Step("octavo", lambda: planner.plan(problem.batch), graph.replay, octavo_layer(plan, problem))
+        return [Step("octavo", lambda: planner.plan(batch), None, None)]
+    kept = planner.buffers(batch.num_tokens, batch.num_seqs, batch.max_seq_len)
+    return [
+        _octavo_step("octavo", problem, lambda: planner.plan(batch, buffers=kept)),
+        _octavo_step("octavo-own-memory", problem, lambda: planner.plan(batch)),
+    ]
+
+
+def _octavo_step(provider: str, problem: Problem, build: Callable[[], Plan]) -> Step:
+    graph = capture([lambda: build().positions] * IN_A_ROW)
+    return Step(provider, build, graph.replay, octavo_layer(build(), problem))
 
 
 def _flash_infer(problem: Problem) -> Step:

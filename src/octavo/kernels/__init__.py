@@ -32,8 +32,12 @@ class Kernels(Protocol):
         launch: Launch,
         operands: Operands,
         state: State,
+        memo: dict[tuple[Any, ...], Any],
     ) -> None:
-        """Run one launch: state.out [num_splits, ...] and state.lse, of the launch's own splits."""
+        """Run one launch: state.out [num_splits, ...] and state.lse, of the launch's own splits.
+
+        Launches may be kept in `memo`, which calls of one plan share whose arguments differ in addresses and numbers.
+        """
 
     def append(self, cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write row i of k and v to slot_mapping[i], where that is not negative."""
@@ -46,9 +50,9 @@ class Kernels(Protocol):
         query_start_loc: Tensor | None = None,
         memo: dict[tuple[Any, ...], Any] | None = None,
     ) -> None:
-        """Merge parts [num_parts, ...] into result [1, ...]; rows from query_start_loc[-1] on stay as they are.
+        """Merge parts [num_parts, ...] into a result; rows from query_start_loc[-1] on stay as they are.
 
-        Launches may be kept in `memo`, a plan's.
+        Launches may be kept in `memo`, as in `attend`.
         """
 
 

@@ -31,7 +31,14 @@ else:
 
 
 @torch.no_grad()
-def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
+def attend(
+    spec: AttentionSpec,
+    plan: Plan,
+    launch: Launch,
+    operands: Operands,
+    state: State,
+    memo: dict[tuple[Any, ...], Any] | None = None,
+) -> None:
     """Run one launch.
 
     Args:
@@ -41,7 +48,9 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         operands: the layer's tensors.
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] and lse (or None) of this launch's
             splits; written at the launch's rows only.
+        memo: not used, as nothing is launched here.
     """
+    state = state.in_parts()
     if HAS_NUMBA:
         compiled.attend(spec, plan, launch, operands, state)
     else:
@@ -80,11 +89,12 @@ def merge(
         parts: out [num_parts, num_tokens, num_q_heads, value_dim], lse [num_parts, num_tokens, num_q_heads]
             float32, any strides. The output of a part with lse = -inf is not read as a number.
         sinks: [num_q_heads] float32 or None.
-        result: out [1, ...] of any float dtype, lse [1, ...] float32 or None; written in place.
+        result: one part, out of any float dtype, lse float32 or None; written in place.
         query_start_loc: [num_seqs + 1] int32; rows from its last entry on belong to no sequence and stay as
             they are. None: all rows are written.
-        memo: a plan's; not used, as nothing is launched here.
+        memo: not used, as nothing is launched here.
     """
+    result = result.in_parts()
     num_rows = parts.out.shape[1] if query_start_loc is None else int(query_start_loc[-1])
     if HAS_NUMBA and compiled.can_merge(parts, result):
         compiled.merge(parts, sinks, result, num_rows)

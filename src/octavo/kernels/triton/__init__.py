@@ -34,14 +34,21 @@ from octavo.kernels.triton.schedule import Cut, Step, step_size, view_step  # no
 from octavo.kernels.triton.schedule import fill_step as _fill_step  # noqa: E402
 
 
-def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
-    """Run one launch; arguments as in `Kernels.attend`."""
+def attend(
+    spec: AttentionSpec,
+    plan: Plan,
+    launch: Launch,
+    operands: Operands,
+    state: State,
+    memo: dict[tuple[Any, ...], Any],
+) -> None:
+    """Run one launch; arguments as in `octavo.kernels.triton.attend`."""
     device = operands.q.device
     if device.type == "cpu" or device.index == torch.cuda.current_device():  # a context would cost 1 us a layer
-        _attend(spec, plan, launch, operands, state)
+        _attend(spec, plan, launch, operands, state, memo)
         return
     with torch.cuda.device(device):
-        _attend(spec, plan, launch, operands, state)
+        _attend(spec, plan, launch, operands, state, memo)
 
 
 def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -32,7 +32,14 @@ MAX_WINDOW = 1 << 30
 """A radius past every position: larger ones would overflow int32."""
 
 
-def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> None:
+def attend(
+    spec: AttentionSpec,
+    plan: Plan,
+    launch: Launch,
+    operands: Operands,
+    state: State,
+    memo: dict[tuple[Any, ...], Any],
+) -> None:
     """Run one launch.
 
     Args:
@@ -42,6 +49,7 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         operands: the layer's tensors.
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] of any float dtype and lse (or None) of
             this launch's splits; written at the launch's rows only.
+        memo: where launches are kept for calls whose arguments have the same shapes, strides and dtypes.
     """
     q, cache, slopes, sinks, q_scale = operands
     k, v, (out, lse), k_scale, v_scale = cache.k_cache, cache.v_cache, state, cache.k_descale, cache.v_descale
@@ -57,25 +65,12 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
         None if k_scale is None else k_scale.data_ptr(),
         None if v_scale is None else v_scale.data_ptr(),
     )
-    # All that a launch depends on beside these addresses; of them, whether Triton may load 16 bytes at a time.
-    key = (
-        launch.first_state,
-        current_stream(q.device),
-        (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0) | (at[8] or 0) | (at[9] or 0)) % 16,
-        spec,
-        (q.dtype, k.dtype, v.dtype, out.dtype),
-        cache.facts,
-        # Shapes are the spec's, so that contiguous tensors have the same strides; asking for those takes longer.
-        q.is_contiguous() or q.stride(),
-        out.is_contiguous() or out.stride(),
-        None if lse is None else lse.is_contiguous() or lse.stride(),
-        None if slopes is None else slopes.stride(),
-        None if sinks is None else sinks.stride(),
-        None if q_scale is None else q_scale.stride(),
-    )
-    prepared = plan.memo.get(key)
+    # Of the addresses a kernel depends on whether Triton may load 16 bytes at a time.
+    alignment = (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0) | (at[8] or 0) | (at[9] or 0)) % 16
+    key = (launch.first_state, current_stream(q.device), alignment)
+    prepared = memo.get(key)
     if prepared is None:
-        _prepare(spec, plan, launch, operands, state, key)
+        _prepare(spec, plan, launch, operands, state.in_parts(), memo, key)
     else:
         prepared.run(*at, *prepared.rest)
 
@@ -121,9 +116,15 @@ def variant(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands)
 
 
 def _prepare(
-    spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State, key: tuple[Any, ...]
+    spec: AttentionSpec,
+    plan: Plan,
+    launch: Launch,
+    operands: Operands,
+    state: State,
+    memo: dict[tuple[Any, ...], Any],
+    key: tuple[int, int, int],
 ) -> None:
-    """Run a launch for the first layer of its kind, and keep with the plan what the others need."""
+    """Run a launch for the first layer of its kind, and keep in `memo` what the others need."""
     q, cache, alibi_slopes, sinks, q_scale = operands
     (out, lse), kv_format = state, cache.format
     k_cache = as_pairs(cache.k_cache) if kv_format.is_fp8 else cache.k_cache
@@ -216,7 +217,8 @@ def _prepare(
         plan.shard.dcp_rank,
     )
     grid = (num_tiles * spec.num_kv_heads * num_splits, 1, 1)
-    compiled_for = (key[2:5], form, launch.seqs is None, row_seqs, *_facts(tensors), *constants.values())
+    dtypes = (q.dtype, cache.k_cache.dtype, cache.v_cache.dtype, out.dtype)
+    compiled_for = (key[2], spec, dtypes, form, launch.seqs is None, row_seqs, *_facts(tensors), *constants.values())
     compiled = plan.workspace.kernels.get(compiled_for)
     if compiled is None:
         options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
@@ -227,7 +229,7 @@ def _prepare(
     else:
         again(compiled, grid, key[1])(*tensors, *rest, *constants.values())
     addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in rest)
-    plan.memo[key] = Prepared(again(compiled, grid, key[1]), (*addresses, *constants.values()))
+    memo[key] = Prepared(again(compiled, grid, key[1]), (*addresses, *constants.values()))
 
 
 def _facts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

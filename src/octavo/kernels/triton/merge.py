@@ -35,29 +35,23 @@ def merge(
         parts: out [num_parts, num_tokens, num_q_heads, value_dim], lse [num_parts, num_tokens, num_q_heads]
             float32, any strides. The output of a part with lse = -inf is not read.
         sinks: [num_q_heads] float32 or None.
-        result: out [1, ...] of any float dtype, lse [1, ...] float32 or None; written in place.
+        result: one part, out of any float dtype, lse float32 or None; written in place.
         query_start_loc: [num_seqs + 1] int32; rows from its last entry on belong to no sequence and stay as
             they are. None: all rows are written.
-        memo: where launches are kept for merges of the same kind, those of a plan's other layers; None: nowhere.
+        memo: where launches are kept for merges whose arguments have the same shapes, strides and dtypes; None:
+            nowhere.
     """
     assert parts.lse is not None
     tensors = (parts.out, parts.lse, sinks, result.out, result.lse, query_start_loc)
     at = tuple(None if x is None else x.data_ptr() for x in tensors)
     stream = current_stream(parts.out.device)
-    # All that a launch depends on beside these addresses; of them, whether Triton may load 16 bytes at a time.
-    key = (
-        "merge",
-        stream,
-        (parts.out.data_ptr() | result.out.data_ptr() | (at[2] or 0)) % 16,
-        (parts.out.dtype, result.out.dtype),
-        parts.out.shape,
-        tuple(None if x is None else x.stride() for x in tensors),
-        None if query_start_loc is None else query_start_loc.shape[0],
-    )
+    # Of the addresses a kernel depends on whether Triton may load 16 bytes at a time.
+    key = ("merge", stream, (parts.out.data_ptr() | result.out.data_ptr() | (at[2] or 0)) % 16)
     prepared: Prepared | None = None if memo is None else memo.get(key)
     if prepared is not None:
         prepared.run(*at, *prepared.rest)
         return
+    result = result.in_parts()
     num_parts, num_tokens, num_q_heads, value_dim = parts.out.shape
     # The step from part to part changes with the number of tokens: whether 16 divides it must not, or another kernel is
     # compiled.
