@@ -1,8 +1,12 @@
-"""Lets kernels compile before the first request: one small step for each kernel that serving can reach."""
+"""Lets kernels compile before the first request: one small step for each kernel that serving can reach.
+
+Triton's are compiled on several threads first, then each step runs once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -68,40 +72,64 @@ def warm_up(
         Unsupported: no kernels serve the layer.
     """
     device = cache.k_cache.device
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    seen: set[object] = set()
-    done = 0
-    for step in steps(planner, device, max_num_seqs, max_seq_len, prefixes):
-        plan = _plan(planner, step, device)
-        n = plan.num_tokens
-        q = zeros((n, spec.num_q_heads, spec.head_dim))
-        if planner.on_device(device):
-            from octavo.kernels import triton
+    make = partial(torch.zeros, dtype=dtype, device=device)
+    terms = {"alibi_slopes": alibi_slopes, "sinks": None if planner.shard.is_part else sinks}
+    todo = list(steps(planner, device, max_num_seqs, max_seq_len, prefixes))
+    if not planner.on_device(device):
+        for step in todo:
+            _serve(_plan(planner, step, device), spec, cache, make, lse, terms)
+        return len(todo)
+    from octavo.kernels import triton
 
-            reached = {
-                (triton.variant(spec, plan, launch, Operands(q, cache)), plan.num_states > 1)
-                for launch in plan.launches
-            }
-            if reached <= seen:
-                continue
+    with triton.compiling():
+        todo = _one_of_each(planner, todo, spec, cache, make, lse, terms)
+    for step in todo:
+        _serve(_plan(planner, step, device), spec, cache, make, lse, terms)
+    return len(todo)
+
+
+def _one_of_each(
+    planner: Planner,
+    todo: list[Step],
+    spec: AttentionSpec,
+    cache: LayerCache,
+    make: Callable[..., Tensor],
+    lse: bool,
+    terms: Mapping[str, Tensor | None],
+) -> list[Step]:
+    """The steps that reach a kernel which those before do not, after serving them."""
+    from octavo.kernels import triton
+
+    seen: set[object] = set()
+    kept: list[Step] = []
+    for step in todo:
+        # Its tables may be empty still, and are not looked at.
+        plan = dataclasses.replace(_plan(planner, step, cache.k_cache.device), check=False)
+        operands = Operands(make((plan.num_tokens, spec.num_q_heads, spec.head_dim)), cache)
+        reached = {(triton.variant(spec, plan, launch, operands), plan.num_states > 1) for launch in plan.launches}
+        if not reached <= seen:
             seen |= reached
-        assert plan.slot_mapping is not None
-        k, v = (zeros((n, spec.num_kv_heads, width)) for width in (spec.head_dim, spec.v_dim))
-        append(cache, k, v, plan.slot_mapping)
-        out = zeros((n, spec.num_q_heads, spec.v_dim))
-        lses = torch.empty(n, spec.num_q_heads, device=device) if lse else None
-        run(
-            plan,
-            spec,
-            q,
-            cache,
-            out,
-            lses,
-            alibi_slopes=alibi_slopes,
-            sinks=None if planner.shard.is_part else sinks,
-        )
-        done += 1
-    return done
+            kept.append(step)
+            _serve(plan, spec, cache, make, lse, terms)
+    return kept
+
+
+def _serve(
+    plan: Plan,
+    spec: AttentionSpec,
+    cache: LayerCache,
+    make: Callable[..., Tensor],
+    lse: bool,
+    terms: Mapping[str, Tensor | None],
+) -> None:
+    """Write zeros to no slot and attend to what the pages hold."""
+    n = plan.num_tokens
+    assert plan.slot_mapping is not None
+    k, v = (make((n, spec.num_kv_heads, width)) for width in (spec.head_dim, spec.v_dim))
+    append(cache, k, v, plan.slot_mapping)
+    q, out = (make((n, spec.num_q_heads, width)) for width in (spec.head_dim, spec.v_dim))
+    lses = torch.empty(n, spec.num_q_heads, device=q.device) if lse else None
+    run(plan, spec, q, cache, out, lses, **terms)
 
 
 def steps(

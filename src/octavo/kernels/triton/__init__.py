@@ -18,7 +18,7 @@ from octavo.spec import AttentionSpec, KVShard
 if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
-__all__ = ["Cut", "append", "attend", "fill_step", "merge", "step_size", "variant", "view_step"]
+__all__ = ["Cut", "append", "attend", "compiling", "fill_step", "merge", "step_size", "variant", "view_step"]
 
 NEEDED = (3, 6)
 """The oldest Triton whose language the kernels are written in."""
@@ -29,6 +29,7 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < NEEDED:
 from octavo.kernels.triton.append import append as _append  # noqa: E402
 from octavo.kernels.triton.attend import attend as _attend  # noqa: E402
 from octavo.kernels.triton.attend import variant  # noqa: E402
+from octavo.kernels.triton.launching import compiling  # noqa: E402
 from octavo.kernels.triton.merge import merge as _merge  # noqa: E402
 from octavo.kernels.triton.schedule import Cut, Step, step_size, view_step  # noqa: E402
 from octavo.kernels.triton.schedule import fill_step as _fill_step  # noqa: E402

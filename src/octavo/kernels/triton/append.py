@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.again import again, current_stream
 from octavo.kernels.triton.eight_bit import scale_of_rows, to_fp8, to_int8
+from octavo.kernels.triton.launching import again, current_stream, invoke
 from octavo.kernels.triton.stored import as_bytes, number, scale_strides
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def _prepare(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor, key:
         "BLOCK_HEADS": block_heads,
         "BLOCK_DIM": block_dim,
     }
-    compiled = append_kernel[num_slots, programs](
+    compiled = invoke(
+        append_kernel,
+        (num_slots, programs),
         k,
         v,
         as_bytes(cache.k_cache),
@@ -96,7 +98,7 @@ def _prepare(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor, key:
         **constants,
         num_warps=4,
     )
-    if compiled is not None:  # not interpreted
+    if compiled is not None:
         cache.memo[key] = Prepared(compiled, programs, (*rest, *constants.values()))
 
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.again import again, current_stream
 from octavo.kernels.triton.attend_kernel import attend_kernel
+from octavo.kernels.triton.launching import again, current_stream, invoke
 from octavo.kernels.triton.stored import as_bytes, as_pairs, number, scale_strides
 from octavo.kernels.triton.tiles import Shape, Tile, choose
 from octavo.launch import Launch, Operands, Plan, State
@@ -222,8 +222,8 @@ def _prepare(
     compiled = plan.workspace.kernels.get(compiled_for)
     if compiled is None:
         options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
-        compiled = attend_kernel[grid](*tensors, *rest, **constants, num_warps=tile.num_warps, **options)
-        if compiled is None:  # interpreted
+        compiled = invoke(attend_kernel, grid, *tensors, *rest, **constants, num_warps=tile.num_warps, **options)
+        if compiled is None:
             return
         plan.workspace.kernels[compiled_for] = compiled
     else:

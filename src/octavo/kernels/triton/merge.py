@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.again import again, current_stream
+from octavo.kernels.triton.launching import again, current_stream, invoke
 from octavo.launch import State
 
 PARTS_AT_ONCE = 32
@@ -76,8 +76,8 @@ def merge(
         "UNIT": unit,
     }
     grid = (num_tokens, num_q_heads, 1)
-    compiled = merge_kernel[grid](*tensors, *rest, **constants, num_warps=1 if value_dim <= 128 else 4)
-    if compiled is not None and memo is not None:  # not interpreted
+    compiled = invoke(merge_kernel, grid, *tensors, *rest, **constants, num_warps=1 if value_dim <= 128 else 4)
+    if compiled is not None and memo is not None:
         memo[key] = Prepared(again(compiled, grid, stream), (*rest, *constants.values()))
 
 
