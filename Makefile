@@ -30,7 +30,8 @@ test-vllm: $(VLLM_STAMP)
 test-transformers: $(STAMP)  # the newest version that is tested, then the oldest, which lies beside it
 	$(PY) -m octavo warmup
 	$(PY) -m pytest tests/integrations/transformers
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST) transformers==5.17.0 psutil
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $(OLDEST) -r tests/integrations/transformers/oldest.txt
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest tests/integrations/transformers tests/test_transformers_plugin.py
 
 lint: $(STAMP)  ## style and types

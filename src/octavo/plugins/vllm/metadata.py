@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,6 +20,17 @@ from octavo.batch import AttentionBatch
 from octavo.errors import Unsupported
 from octavo.launch import Plan
 from octavo.plugins.vllm.impl import Impl
+
+
+class CrossPlan(Plan):
+    """A plan of cross attention: vLLM works out its slots and names them when the plan is made already."""
+
+    __slots__ = ()
+    __setattr__ = object.__setattr__
+
+    @classmethod
+    def of(cls, plan: Plan) -> CrossPlan:
+        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Plan]):
@@ -38,10 +50,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Plan]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Plan:
-        return self._builder.build(0, self._batch(common_attn_metadata))
+        plan = self._builder.build(0, self._batch(common_attn_metadata))
+        return CrossPlan.of(plan) if self._layers()[0].impl.kind == "encoder_decoder" else plan
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Plan:
-        return self._builder.build_for_graph_capture(self._batch(common_attn_metadata))
+        # By `build`, which vLLM overrides for cross attention.
+        longest = self.vllm_config.model_config.max_model_len
+        return self.build(0, replace(common_attn_metadata, max_seq_len=longest))
 
     def update_block_table(self, metadata: Plan, blk_table: Tensor, slot_mapping: Tensor) -> Plan:
         return metadata.update_block_table(blk_table, None)
