@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -93,7 +94,13 @@ def test_a_rank_warms_up_a_layer_with_sinks() -> None:
     cache = PagedKVCache(num_layers=1, num_blocks=32, block_size=4, num_kv_heads=2, head_dim=16,
                          dtype=torch.float32).layer(0)  # fmt: skip
     impl = Impl(dataclasses.replace(SPEC, sinks=True), sinks=torch.ones(6))
-    builder(shard=KVShard(2, 1)).warm_up(impl, cache, torch.float32, 4)
+    with patch("octavo.warm_up.run") as run:
+        builder(shard=KVShard(2, 1)).warm_up(impl, cache, torch.float32, 4)
+    assert run.call_args_list
+    for call in run.call_args_list:
+        assert call.kwargs["sinks"] is None
+        lse = call.args[5]
+        assert lse.shape == call.args[2].shape[:2]  # of q
 
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])

@@ -325,14 +325,14 @@ class PagedKVCache:
 
 
 def _zeros(shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """Zeroed bytes. On the CPU the system hands zero pages out on first use, so that a cache of gigabytes
-    costs no time and no memory until it is filled (`torch.zeros` touches every page)."""
+    """Zeroed bytes. On the CPU the system hands zeroed memory out on first use, 2 MB at a time, so that a cache of
+    gigabytes costs no time and no memory until it is filled (`torch.zeros` touches all of it)."""
     if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, shape[0] * shape[1] * shape[2], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them
-            # Keys of 16 tokens fill one page of 4 KB: in pages of 2 MB the processor finds them without a page walk.
+            # 16 keys of a head fill 4 KB: where that is a page of the system's, the processor looks up each of them.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 

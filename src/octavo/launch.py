@@ -95,6 +95,12 @@ class Launch:
     def num_splits(self) -> int:
         return self.kv_splits.shape[1] - 1
 
+    def part_of(self, states: State) -> State:
+        """The states, of all that a plan has, that this launch's splits write."""
+        assert states.lse is not None
+        mine = slice(self.first_state, self.first_state + self.num_splits)
+        return State(states.out[mine], states.lse[mine])
+
 
 class Workspace:
     """Memory that every step and layer uses again: partial results, and what kernels keep for a moment.

@@ -110,12 +110,12 @@ def run(
     # The layers of a model are of one kind or a few, and checking each of them takes as long as launching.
     terms = (facts(alibi_slopes), facts(sinks), facts(q_descale))
     call = ("run", spec, cache.facts, facts(q), facts(out), facts(lse), *terms)
-    kind: Kind | None = plan.memo.get(call)
-    if kind is None or kind.check_again:
+    known: Known | None = plan.memo.get(call)
+    if known is None or known.check_again:
         check_run(plan, spec, q, cache, out, lse, alibi_slopes, sinks, q_descale)
-    if kind is None:
-        kind = plan.memo[call] = Kind(kernels.for_device(q.device), reads_tables(plan), {})
-    family, _, memo = kind
+    if known is None:
+        known = plan.memo[call] = Known(kernels.for_device(q.device), reads_tables(plan), {})
+    family, _, memo = known
     operands, result = Operands(q, cache, alibi_slopes, sinks, q_descale), State(out, lse)
     if plan.num_states <= 1:
         for launch in plan.launches:
@@ -125,13 +125,12 @@ def run(
     assert parts.lse is not None
     parts.lse.fill_(-torch.inf)  # a row that a launch leaves out has an empty part there
     for launch in plan.launches:
-        mine = slice(launch.first_state, launch.first_state + launch.num_splits)
-        family.attend(spec, plan, launch, operands._replace(sinks=None), State(parts.out[mine], parts.lse[mine]), memo)
+        family.attend(spec, plan, launch, operands._replace(sinks=None), launch.part_of(parts), memo)
     family.merge(parts, sinks, result, plan.launches[-1].query_start_loc, memo)
 
 
-class Kind(NamedTuple):
-    """Calls of one plan whose arguments are alike in all but addresses and numbers, as those of a model's layers are.
+class Known(NamedTuple):
+    """What is known of calls of one plan whose arguments differ in addresses and numbers only, as a model's layers do.
 
     family: the kernels that serve them.
     check_again: the checks read numbers, so that every call needs them.

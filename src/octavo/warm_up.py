@@ -1,13 +1,12 @@
 """Lets kernels compile before the first request: one small step for each kernel that serving can reach.
 
-Triton's are compiled on several threads first, then each step runs once.
+Triton's attention is compiled on several threads first, then each step runs once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache
-from octavo.launch import Operands, Plan
+from octavo.launch import Operands, Plan, State
 from octavo.planner import INVARIANT_SPLIT, MAX_PIECE_SEQS, Planner
 from octavo.run import append, run
 from octavo.spec import AttentionSpec
@@ -72,64 +71,71 @@ def warm_up(
         Unsupported: no kernels serve the layer.
     """
     device = cache.k_cache.device
-    make = partial(torch.zeros, dtype=dtype, device=device)
-    terms = {"alibi_slopes": alibi_slopes, "sinks": None if planner.shard.is_part else sinks}
+    layer = _Layer(spec, cache, dtype, alibi_slopes, None if planner.shard.is_part else sinks, lse)
     todo = list(steps(planner, device, max_num_seqs, max_seq_len, prefixes))
-    if not planner.on_device(device):
-        for step in todo:
-            _serve(_plan(planner, step, device), spec, cache, make, lse, terms)
-        return len(todo)
-    from octavo.kernels import triton
-
-    with triton.compiling():
-        todo = _one_of_each(planner, todo, spec, cache, make, lse, terms)
+    if planner.on_device(device):
+        todo = _compile_ahead(planner, layer, todo)
     for step in todo:
-        _serve(_plan(planner, step, device), spec, cache, make, lse, terms)
+        layer.serve(_plan(planner, step, device))
     return len(todo)
 
 
-def _one_of_each(
-    planner: Planner,
-    todo: list[Step],
-    spec: AttentionSpec,
-    cache: LayerCache,
-    make: Callable[..., Tensor],
-    lse: bool,
-    terms: Mapping[str, Tensor | None],
-) -> list[Step]:
-    """The steps that reach a kernel which those before do not, after serving them."""
+def _compile_ahead(planner: Planner, layer: _Layer, todo: Sequence[Step]) -> list[Step]:
+    """Compile attention for all steps, and return those that reach a kernel which the others before do not."""
     from octavo.kernels import triton
 
+    device = layer.cache.k_cache.device
     seen: set[object] = set()
     kept: list[Step] = []
+    calls: list[triton.Call] = []
     for step in todo:
-        # Its tables may be empty still, and are not looked at.
-        plan = dataclasses.replace(_plan(planner, step, cache.k_cache.device), check=False)
-        operands = Operands(make((plan.num_tokens, spec.num_q_heads, spec.head_dim)), cache)
-        reached = {(triton.variant(spec, plan, launch, operands), plan.num_states > 1) for launch in plan.launches}
-        if not reached <= seen:
-            seen |= reached
-            kept.append(step)
-            _serve(plan, spec, cache, make, lse, terms)
+        plan = _plan(planner, step, device)
+        operands, state = layer.tensors(plan)
+        reached = {(triton.variant(layer.spec, plan, x, operands), plan.num_states > 1) for x in plan.launches}
+        if reached <= seen:
+            continue
+        seen |= reached
+        kept.append(step)
+        for launch in plan.launches:
+            if plan.num_states > 1:
+                parts = plan.workspace.states(plan.num_states, plan.num_tokens, *state.out.shape[1:])
+                call = triton.call_of(layer.spec, plan, launch, operands._replace(sinks=None), launch.part_of(parts))
+            else:
+                call = triton.call_of(layer.spec, plan, launch, operands, state)
+            if call is not None:
+                calls.append(call)
+    triton.compile_ahead(device, calls)
     return kept
 
 
-def _serve(
-    plan: Plan,
-    spec: AttentionSpec,
-    cache: LayerCache,
-    make: Callable[..., Tensor],
-    lse: bool,
-    terms: Mapping[str, Tensor | None],
-) -> None:
-    """Write zeros to no slot and attend to what the pages hold."""
-    n = plan.num_tokens
-    assert plan.slot_mapping is not None
-    k, v = (make((n, spec.num_kv_heads, width)) for width in (spec.head_dim, spec.v_dim))
-    append(cache, k, v, plan.slot_mapping)
-    q, out = (make((n, spec.num_q_heads, width)) for width in (spec.head_dim, spec.v_dim))
-    lses = torch.empty(n, spec.num_q_heads, device=q.device) if lse else None
-    run(plan, spec, q, cache, out, lses, **terms)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer with zeros for all that a step brings; arguments as for `warm_up`."""
+
+    spec: AttentionSpec
+    cache: LayerCache
+    dtype: torch.dtype
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    lse: bool
+
+    def tensors(self, plan: Plan) -> tuple[Operands, State]:
+        """What `run` hands to kernels."""
+        n, spec = plan.num_tokens, self.spec
+        q, out = (self._zeros(n, spec.num_q_heads, width) for width in (spec.head_dim, spec.v_dim))
+        lse = torch.empty(n, spec.num_q_heads, device=q.device) if self.lse else None
+        return Operands(q, self.cache, self.alibi_slopes, self.sinks), State(out, lse)
+
+    def serve(self, plan: Plan) -> None:
+        """Write to no slot and attend to what the pages hold."""
+        assert plan.slot_mapping is not None
+        spec, ((q, cache, slopes, sinks, _), (out, lse)) = self.spec, self.tensors(plan)
+        k, v = (self._zeros(plan.num_tokens, spec.num_kv_heads, width) for width in (spec.head_dim, spec.v_dim))
+        append(cache, k, v, plan.slot_mapping)
+        run(plan, spec, q, cache, out, lse, alibi_slopes=slopes, sinks=sinks)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.cache.k_cache.device)
 
 
 def steps(

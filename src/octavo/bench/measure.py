@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from octavo.bench.providers import OCTAVO, Provider
 from octavo.bench.report import Row, lengths
 from octavo.bench.timing import Call, Timer, Times, interleave, torch_threads, wall
 from octavo.bench.work import is_decode, work
+from octavo.cpus import usable_cpus
 from octavo.errors import Unsupported
 
 T = TypeVar("T")
@@ -210,8 +210,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -35,8 +35,8 @@ class PlanRow:
     """What a step costs the host. The fields are the columns of the CSV file; what does not exist is None.
 
     Args:
-        provider: "octavo", whose plans lie in memory that is kept, as engines have it and FlashInfer's wrapper too;
-            "octavo-own-memory", whose plans have memory of their own; or "flashinfer".
+        provider: "octavo", whose plans lie on a GPU in memory that is kept, as engines have it and FlashInfer's
+            wrapper too; "octavo-own-memory", whose plans have memory of their own; or "flashinfer".
         device: name of the processor or of the GPU.
         requests: sequences with one new token each.
         keys: of each sequence.

@@ -22,7 +22,7 @@ from octavo.bench.bandwidth import LinearRead
 from octavo.bench.cases import CASES, CPU_CASES, DTYPES, GPU_CASES, Case
 from octavo.bench.gpu import Ceilings
 from octavo.bench.installed import version
-from octavo.bench.measure import Machine, measure, usable_cpus
+from octavo.bench.measure import Machine, measure
 from octavo.bench.measure_gpu import measure_on_gpu
 from octavo.bench.plans import PLAN_HEADER, PlanRow, measure_plans
 from octavo.bench.providers import PROVIDERS, Provider
@@ -30,6 +30,7 @@ from octavo.bench.report import HEADER, Row, append_csv, check_csv, lengths, tab
 from octavo.bench.work import is_decode
 from octavo.cli.checks import check_early
 from octavo.cli.errors import CommandError, print_error
+from octavo.cpus import usable_cpus
 from octavo.engine.device import best_device
 
 WIDE = 190

@@ -25,6 +25,7 @@ import octavo
 from octavo import kernels
 from octavo.backend import AttentionKind, Backend
 from octavo.cache import Order
+from octavo.cpus import usable_cpus
 from octavo.plugins.transformers import status as transformers_status
 from octavo.plugins.vllm import status as vllm_status
 from octavo.spec import AttentionSpec
@@ -93,7 +94,7 @@ def devices() -> dict[str, Any]:
     cpu = {
         "model": _cpu_model(),
         "logical_cpus": os.cpu_count(),
-        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cpus": usable_cpus(),
         "torch_threads": torch.get_num_threads(),
         "instruction_sets": _instruction_sets(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from rich.console import Console
 
 import octavo
 from octavo.cli.errors import CommandError
+from octavo.cpus import usable_cpus
 from octavo.formats import ALIASES, EIGHT_BIT_FORMATS, FLOAT_FORMATS
 
 _SEQS = (1, 32)
@@ -57,7 +57,7 @@ def warmup(
     for name in formats:
         jobs += [(name, of) for of in (dtype if dtype and name == "int8_k" else ["bfloat16"])]
     # Processes, as Numba compiles one function of a process at a time.
-    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(len(jobs), usable_cpus()), mp_context=get_context("spawn")) as pool:
         taken = list(pool.map(compile_kernels, *zip(*jobs, strict=True)))
     seconds = {name if name != "int8_k" else f"{name} {of}": s for (name, of), s in zip(jobs, taken, strict=True)}
     if as_json:

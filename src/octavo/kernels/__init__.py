@@ -34,7 +34,7 @@ class Kernels(Protocol):
         state: State,
         memo: dict[tuple[Any, ...], Any],
     ) -> None:
-        """Run one launch: state.out [num_splits, ...] and state.lse, of the launch's own splits.
+        """Run one launch: state.out [num_splits, ...] and state.lse of the launch's own splits, or a final result.
 
         Launches may be kept in `memo`, which calls of one plan share whose arguments differ in addresses and numbers.
         """

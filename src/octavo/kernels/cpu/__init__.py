@@ -37,7 +37,7 @@ def attend(
     launch: Launch,
     operands: Operands,
     state: State,
-    memo: dict[tuple[Any, ...], Any] | None = None,
+    memo: dict[tuple[Any, ...], Any],
 ) -> None:
     """Run one launch.
 
@@ -47,7 +47,7 @@ def attend(
         launch: which rows meet which keys.
         operands: the layer's tensors.
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] and lse (or None) of this launch's
-            splits; written at the launch's rows only.
+            splits, or a final result; written at the launch's rows only.
         memo: not used, as nothing is launched here.
     """
     state = state.in_parts()

@@ -5,6 +5,7 @@ Importing it loads Triton, so the dispatch does that only for tensors on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,19 @@ from octavo.spec import AttentionSpec, KVShard
 if TYPE_CHECKING:
     from octavo.cache import LayerCache
 
-__all__ = ["Cut", "append", "attend", "compiling", "fill_step", "merge", "step_size", "variant", "view_step"]
+__all__ = [
+    "Call",
+    "Cut",
+    "append",
+    "attend",
+    "call_of",
+    "compile_ahead",
+    "fill_step",
+    "merge",
+    "step_size",
+    "variant",
+    "view_step",
+]
 
 NEEDED = (3, 6)
 """The oldest Triton whose language the kernels are written in."""
@@ -28,8 +41,9 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < NEEDED:
 
 from octavo.kernels.triton.append import append as _append  # noqa: E402
 from octavo.kernels.triton.attend import attend as _attend  # noqa: E402
-from octavo.kernels.triton.attend import variant  # noqa: E402
-from octavo.kernels.triton.launching import compiling  # noqa: E402
+from octavo.kernels.triton.attend import call_of, variant  # noqa: E402
+from octavo.kernels.triton.launching import Call  # noqa: E402
+from octavo.kernels.triton.launching import compile_ahead as _compile_ahead  # noqa: E402
 from octavo.kernels.triton.merge import merge as _merge  # noqa: E402
 from octavo.kernels.triton.schedule import Cut, Step, step_size, view_step  # noqa: E402
 from octavo.kernels.triton.schedule import fill_step as _fill_step  # noqa: E402
@@ -86,6 +100,12 @@ def fill_step(
     """What a plan knows of rows and keys; arguments as in `octavo.kernels.triton.schedule`."""
     with _on(query_start_loc.device):
         _fill_step(step, query_start_loc, seq_lens, shard, cut, block_size, kernels)
+
+
+def compile_ahead(device: torch.device, calls: Sequence[Call]) -> None:
+    """Compile what calls on a device need; as in `octavo.kernels.triton.launching`."""
+    with _on(device):
+        _compile_ahead(calls)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

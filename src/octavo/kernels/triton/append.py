@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.eight_bit import scale_of_rows, to_fp8, to_int8
-from octavo.kernels.triton.launching import again, current_stream, invoke
+from octavo.kernels.triton.launching import again, current_stream, misaligned
 from octavo.kernels.triton.stored import as_bytes, number, scale_strides
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Non
     key = (
         "append kernel",
         stream,
-        (pages[0] | pages[1] | pages[2] | pages[3]) % 16 and tuple(x % 16 for x in pages),
+        misaligned(*pages),
         (k.dtype, v.dtype),
         k.stride(),
         v.stride(),
@@ -84,9 +84,7 @@ def _prepare(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor, key:
         "BLOCK_HEADS": block_heads,
         "BLOCK_DIM": block_dim,
     }
-    compiled = invoke(
-        append_kernel,
-        (num_slots, programs),
+    compiled = append_kernel[num_slots, programs](
         k,
         v,
         as_bytes(cache.k_cache),
@@ -98,7 +96,7 @@ def _prepare(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor, key:
         **constants,
         num_warps=4,
     )
-    if compiled is not None:
+    if compiled is not None:  # not interpreted
         cache.memo[key] = Prepared(compiled, programs, (*rest, *constants.values()))
 
 

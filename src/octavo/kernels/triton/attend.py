@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.attend_kernel import attend_kernel
-from octavo.kernels.triton.launching import again, current_stream, invoke
+from octavo.kernels.triton.launching import Call, again, current_stream, misaligned
 from octavo.kernels.triton.stored import as_bytes, as_pairs, number, scale_strides
 from octavo.kernels.triton.tiles import Shape, Tile, choose
 from octavo.launch import Launch, Operands, Plan, State
@@ -27,6 +27,9 @@ MIN_COLUMNS = 16
 
 MIN_COLUMNS_INT8 = 32
 """The same of int8."""
+
+TENSORS = 10
+"""Arguments of the kernel that are a layer's own; the others are the plan's, or numbers."""
 
 MAX_WINDOW = 1 << 30
 """A radius past every position: larger ones would overflow int32."""
@@ -48,7 +51,7 @@ def attend(
         launch: which rows meet which keys.
         operands: the layer's tensors.
         state: out [num_splits, >= num_tokens, num_q_heads, value_dim] of any float dtype and lse (or None) of
-            this launch's splits; written at the launch's rows only.
+            this launch's splits, or a final result; written at the launch's rows only.
         memo: where launches are kept for calls whose arguments have the same shapes, strides and dtypes.
     """
     q, cache, slopes, sinks, q_scale = operands
@@ -65,14 +68,17 @@ def attend(
         None if k_scale is None else k_scale.data_ptr(),
         None if v_scale is None else v_scale.data_ptr(),
     )
-    # Of the addresses a kernel depends on whether Triton may load 16 bytes at a time.
-    alignment = (at[0] | at[1] | at[2] | at[3] | (at[5] or 0) | (at[6] or 0) | (at[8] or 0) | (at[9] or 0)) % 16
-    key = (launch.first_state, current_stream(q.device), alignment)
+    key = (launch.first_state, current_stream(q.device), _alignment(at))
     prepared = memo.get(key)
     if prepared is None:
-        _prepare(spec, plan, launch, operands, state.in_parts(), memo, key)
+        _prepare(spec, plan, launch, operands, state, memo, key)
     else:
         prepared.run(*at, *prepared.rest)
+
+
+def _alignment(at: tuple[int | None, ...]) -> tuple[int, ...] | None:
+    """Of a layer's addresses all but those of numbers that are loaded one by one."""
+    return misaligned(at[0] or 0, *(at[i] or 0 for i in (1, 2, 3, 5, 6, 8, 9)))
 
 
 class Prepared(NamedTuple):
@@ -83,6 +89,7 @@ class Prepared(NamedTuple):
 
     run: Callable[..., None]
     rest: tuple[Any, ...]
+    held: tuple[Tensor, ...]  # what the addresses are of
 
 
 class Variant(NamedTuple):
@@ -122,18 +129,47 @@ def _prepare(
     operands: Operands,
     state: State,
     memo: dict[tuple[Any, ...], Any],
-    key: tuple[int, int, int],
+    key: tuple[Any, ...],
 ) -> None:
     """Run a launch for the first layer of its kind, and keep in `memo` what the others need."""
+    call = call_of(spec, plan, launch, operands, state)
+    if call is None:
+        return
+    tensors, rest, constants = call.arguments[:TENSORS], call.arguments[TENSORS:], tuple(call.constants.values())
+    q, cache = operands.q, operands.cache
+    compiled_for = (
+        key[2],
+        spec,
+        (q.dtype, cache.k_cache.dtype, cache.v_cache.dtype, state.out.dtype),
+        tuple(x is None for x in call.arguments),
+        *_facts(tensors),
+        *call.options.values(),
+        *constants,
+    )
+    compiled = plan.workspace.kernels.get(compiled_for)
+    if compiled is None:
+        compiled = call.start()
+        if compiled is None:  # interpreted
+            return
+        plan.workspace.kernels[compiled_for] = compiled
+    else:
+        again(compiled, call.grid, key[1])(*call.arguments, *constants)
+    held = tuple(x for x in rest if isinstance(x, Tensor))
+    addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in rest)
+    memo[key] = Prepared(again(compiled, call.grid, key[1]), (*addresses, *constants), held)
+
+
+def call_of(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, state: State) -> Call | None:
+    """The kernel's call for a launch; arguments as in `attend`. None: it has no rows."""
     q, cache, alibi_slopes, sinks, q_scale = operands
-    (out, lse), kv_format = state, cache.format
+    (out, lse), kv_format = state.in_parts(), cache.format
     k_cache = as_pairs(cache.k_cache) if kv_format.is_fp8 else cache.k_cache
     v_cache = as_pairs(cache.v_cache) if cache.v_cache.dtype.itemsize == 1 else cache.v_cache
     num_seqs, num_splits = launch.kv_splits.shape[0], launch.num_splits
     if not max_query_len(plan, launch) or not num_seqs:
-        return
+        return None
     form = variant(spec, plan, launch, operands)
-    assert all(x is None or num_splits == 1 or x.stride(0) == plan.num_tokens * x.stride(1) for x in state)
+    assert all(x is None or num_splits == 1 or x.stride(0) == plan.num_tokens * x.stride(1) for x in (out, lse))
     tile = form.tile
     pieces, tickets = (launch.pieces, launch.tickets) if form.in_pieces else (None, None)
     if pieces is not None:
@@ -217,22 +253,13 @@ def _prepare(
         plan.shard.dcp_rank,
     )
     grid = (num_tiles * spec.num_kv_heads * num_splits, 1, 1)
-    dtypes = (q.dtype, cache.k_cache.dtype, cache.v_cache.dtype, out.dtype)
-    compiled_for = (key[2], spec, dtypes, form, launch.seqs is None, row_seqs, *_facts(tensors), *constants.values())
-    compiled = plan.workspace.kernels.get(compiled_for)
-    if compiled is None:
-        options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
-        compiled = invoke(attend_kernel, grid, *tensors, *rest, **constants, num_warps=tile.num_warps, **options)
-        if compiled is None:
-            return
-        plan.workspace.kernels[compiled_for] = compiled
-    else:
-        again(compiled, grid, key[1])(*tensors, *rest, *constants.values())
-    addresses = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in rest)
-    memo[key] = Prepared(again(compiled, grid, key[1]), (*addresses, *constants.values()))
+    options = {"num_warps": tile.num_warps}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
+    return Call(attend_kernel, grid, (*tensors, *rest), constants, options)
 
 
-def _facts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _facts(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a compiled kernel depends on of a layer's tensors, beside their dtypes and alignment."""
     q, _, _, out, lse, *terms = (None if x is None else x.stride() for x in tensors)
     return (q, *(x and x[1:] for x in (out, lse)), *terms)  # from split to split is not compiled in

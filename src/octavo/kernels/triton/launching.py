@@ -1,50 +1,55 @@
-"""How kernels are started: compiled for the first call, for many calls at once, or launched again at little cost."""
+"""How kernels are started: compiled for one call, ahead for many of them, or launched again at little cost."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.runtime import driver
 
+from octavo.cpus import usable_cpus
+
 MAX_THREADS = 16
 """Threads that compile: each needs some 200 MB, and a layer has about 20 kernels."""
 
-_only_compile: ContextVar[bool] = ContextVar("octavo_only_compile", default=False)
 
+class Call(NamedTuple):
+    """A kernel with all that a launch names.
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Calls in this context compile their kernels, several at a time, and launch none; it ends when all are ready.
-
-    What the calls would write stays as it is.
+    Args:
+        kernel: Triton's.
+        grid: programs in each dimension.
+        arguments: tensors and numbers, in the order of the kernel's parameters.
+        constants: by the names of its parameters.
+        options: of the compiler.
     """
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "octavo-compile") as pool, triton.AsyncCompileMode(pool):
-        token = _only_compile.set(True)
-        try:
-            yield
-        finally:
-            _only_compile.reset(token)
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+
+    def start(self) -> Any:
+        """Compile if need be, and launch. Returns the compiled kernel; None: it is interpreted."""
+        return self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
 
 
-def invoke(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
-    """Call a kernel as `kernel[grid](...)` does.
+def compile_ahead(calls: Sequence[Call]) -> None:
+    """Compile what calls need, several kernels at a time, and launch nothing.
 
-    Returns:
-        The compiled kernel; None if there is none: it is interpreted, or compiled later (`compiling`).
+    A kernel that does not compile is left to the call that needs it, which raises then.
     """
-    if _only_compile.get() and isinstance(kernel, triton.JITFunction):
-        kernel.warmup(*arguments, grid=grid, **options)
-        return None
-    return kernel[grid](*arguments, **options)
+    with (
+        ThreadPoolExecutor(min(MAX_THREADS, usable_cpus()), "octavo-compile") as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for call in calls:
+            call.kernel.warmup(*call.arguments, grid=call.grid, **call.constants, **call.options)
 
 
 def current_stream(device: torch.device) -> int:
@@ -53,6 +58,17 @@ def current_stream(device: torch.device) -> int:
         return 0
     stream: int = driver.active.get_current_stream(device.index)
     return stream
+
+
+def misaligned(*addresses: int) -> tuple[int, ...] | None:
+    """What a kernel depends on of addresses: how far each is from 16 bytes, which Triton would load at once.
+
+    None: all are multiples of 16.
+    """
+    together = 0
+    for address in addresses:
+        together |= address
+    return tuple(address % 16 for address in addresses) if together % 16 else None
 
 
 def again(compiled: Any, grid: tuple[int, int, int], stream: int) -> Callable[..., None]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.launching import again, current_stream, invoke
+from octavo.kernels.triton.launching import again, current_stream, misaligned
 from octavo.launch import State
 
 PARTS_AT_ONCE = 32
@@ -46,7 +46,7 @@ def merge(
     at = tuple(None if x is None else x.data_ptr() for x in tensors)
     stream = current_stream(parts.out.device)
     # Of the addresses a kernel depends on whether Triton may load 16 bytes at a time.
-    key = ("merge", stream, (parts.out.data_ptr() | result.out.data_ptr() | (at[2] or 0)) % 16)
+    key = ("merge", stream, misaligned(parts.out.data_ptr(), result.out.data_ptr(), at[2] or 0))
     prepared: Prepared | None = None if memo is None else memo.get(key)
     if prepared is not None:
         prepared.run(*at, *prepared.rest)
@@ -76,8 +76,8 @@ def merge(
         "UNIT": unit,
     }
     grid = (num_tokens, num_q_heads, 1)
-    compiled = invoke(merge_kernel, grid, *tensors, *rest, **constants, num_warps=1 if value_dim <= 128 else 4)
-    if compiled is not None and memo is not None:
+    compiled = merge_kernel[grid](*tensors, *rest, **constants, num_warps=1 if value_dim <= 128 else 4)
+    if compiled is not None and memo is not None:  # not interpreted
         memo[key] = Prepared(again(compiled, grid, stream), (*rest, *constants.values()))
 
 

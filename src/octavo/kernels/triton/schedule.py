@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.common import local_count
-from octavo.kernels.triton.launching import again, current_stream, invoke
+from octavo.kernels.triton.launching import again, current_stream
 from octavo.spec import KVShard
 
 MIN_PIECE = 512
@@ -114,8 +114,8 @@ def fill_step(
     if compiled is not None:
         again(compiled, grid, current_stream(device))(*arguments, *constants)
         return
-    compiled = invoke(step_kernel, grid, *arguments, *constants, num_warps=8)
-    if compiled is not None:
+    compiled = step_kernel[grid](*arguments, *constants, num_warps=8)
+    if compiled is not None:  # not interpreted
         kernels[compiled_for] = compiled
 
 

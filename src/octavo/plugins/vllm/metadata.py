@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.config.vllm import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 
 from octavo import backend as core
 from octavo.batch import AttentionBatch
@@ -37,13 +37,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Plan]):
     """Plans the steps of one group of layers; metadata in vLLM's sense is Octavo's plan."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    supports_update_block_table = True
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._has_pages = not isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+        # Slots that vLLM works out for cross attention are those of one group.
+        self.supports_update_block_table = not self._is_cross
         for layer in self._layers():
             layer.impl.bind(layer)  # scales that are missing or do not fit are refused now, not at the first request
 
@@ -51,10 +53,10 @@ class MetadataBuilder(AttentionMetadataBuilder[Plan]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Plan:
         plan = self._builder.build(0, self._batch(common_attn_metadata))
-        return CrossPlan.of(plan) if self._layers()[0].impl.kind == "encoder_decoder" else plan
+        return CrossPlan.of(plan) if self._is_cross else plan
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Plan:
-        # By `build`, which vLLM overrides for cross attention.
+        # By `build`, which vLLM overrides for cross attention, where the bound is the step's longest encoder prompt.
         longest = self.vllm_config.model_config.max_model_len
         return self.build(0, replace(common_attn_metadata, max_seq_len=longest))
 
