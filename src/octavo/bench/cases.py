@@ -270,6 +270,10 @@ DEEPSEEK = replace(LLAMA, head_dim=192, value_dim=128)
 """Heads as wide as those of DeepSeek's prefill, values narrower than keys, in Llama's numbers."""
 
 _VARLEN = (1500, 37, 420, 88, 760, 190)
+"""Prompts of which the longest holds three quarters of the work."""
+
+_SHORT = (16, 32, 64, 96, 128, 200, 256, 300, 384, 512)
+"""Prompts as chats begin."""
 
 
 def _llama(name: str, query_len: int, *seq_lens: int, block_size: int = 16) -> Case:
@@ -286,6 +290,7 @@ CASES: tuple[Case, ...] = (
     Case("prefill-1x3k", LLAMA, (3072,), (3072,)),
     Case("prefill-4x4k", LLAMA, (4096,) * 4, (4096,) * 4),
     Case("prefill-varlen", LLAMA, _VARLEN, _VARLEN),
+    Case("prefill-varlen-short", LLAMA, _SHORT, _SHORT),
     Case("prefill-1x2k-window-512", replace(LLAMA, window_left=511), (2048,), (2048,)),
     Case("prefill-1x1k-smollm2", SMOLLM2, (1024,), (1024,)),
     Case("prefill-1x1k-gemma3", GEMMA3, (1024,), (1024,)),
@@ -343,6 +348,7 @@ CPU_CASES: tuple[str, ...] = (
     "prefill-1x1k",
     "prefill-1x3k",
     "prefill-varlen",
+    "prefill-varlen-short",
     "prefill-1x2k-window-512",
     "chunk-256-of-2304",
     "prefill-1x1k-smollm2",
