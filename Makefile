@@ -19,7 +19,7 @@ demo: $(STAMP)  ## a real model says something
 
 test: $(STAMP)  ## all tests that need no GPU; kernels are compiled first, or every worker would compile them
 	$(PY) -m octavo warmup
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-integrations: test-vllm test-transformers  ## Octavo inside the engines that it plugs into, never mocked; minutes
 

@@ -83,7 +83,7 @@ def test_it_fits(launch: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "launch",
-    [launch for launch in LAUNCHES if launch.query_len > 1 and launch.spec.causal],
+    [launch for launch in LAUNCHES if launch.query_len > 1 and launch.spec.causal and launch.gpu != "sm_100"],
     ids=lambda launch: f"{launch.name}-{launch.gpu}",
 )
 def test_it_fits_with_the_careful_pass(launch: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
