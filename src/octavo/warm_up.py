@@ -88,9 +88,10 @@ def _compile_ahead(planner: Planner, layer: _Layer, todo: Sequence[Step]) -> lis
     seen: set[object] = set()
     kept: list[Step] = []
     calls: list[triton.Call] = []
+    # Of the largest step: they live until all is compiled, when an engine may have taken most of the memory.
+    operands, state = layer.tensors(max((step.num_seqs - 1 + step.query_len for step in todo), default=0))
     for step in todo:
         plan = _plan(planner, step, device)
-        operands, state = layer.tensors(plan)
         reached = {(triton.variant(layer.spec, plan, x, operands), plan.num_states > 1) for x in plan.launches}
         if reached <= seen:
             continue
@@ -119,17 +120,17 @@ class _Layer:
     sinks: Tensor | None
     lse: bool
 
-    def tensors(self, plan: Plan) -> tuple[Operands, State]:
-        """What `run` hands to kernels."""
-        n, spec = plan.num_tokens, self.spec
-        q, out = (self._zeros(n, spec.num_q_heads, width) for width in (spec.head_dim, spec.v_dim))
-        lse = torch.empty(n, spec.num_q_heads, device=q.device) if self.lse else None
+    def tensors(self, num_rows: int) -> tuple[Operands, State]:
+        """What `run` hands to kernels, for steps of at most so many rows."""
+        spec = self.spec
+        q, out = (self._zeros(num_rows, spec.num_q_heads, width) for width in (spec.head_dim, spec.v_dim))
+        lse = torch.empty(num_rows, spec.num_q_heads, device=q.device) if self.lse else None
         return Operands(q, self.cache, self.alibi_slopes, self.sinks), State(out, lse)
 
     def serve(self, plan: Plan) -> None:
         """Write to no slot and attend to what the pages hold."""
         assert plan.slot_mapping is not None
-        spec, ((q, cache, slopes, sinks, _), (out, lse)) = self.spec, self.tensors(plan)
+        spec, ((q, cache, slopes, sinks, _), (out, lse)) = self.spec, self.tensors(plan.num_tokens)
         k, v = (self._zeros(plan.num_tokens, spec.num_kv_heads, width) for width in (spec.head_dim, spec.v_dim))
         append(cache, k, v, plan.slot_mapping)
         run(plan, spec, q, cache, out, lse, alibi_slopes=slopes, sinks=sinks)
