@@ -68,17 +68,14 @@ def attend(
         None if k_scale is None else k_scale.data_ptr(),
         None if v_scale is None else v_scale.data_ptr(),
     )
-    key = (launch.first_state, current_stream(q.device), _alignment(at))
+    # Of all but the numbers that are loaded one by one.
+    alignment = misaligned(at[0], at[1], at[2], at[3], at[5] or 0, at[6] or 0, at[8] or 0, at[9] or 0)
+    key = (launch.first_state, current_stream(q.device), alignment)
     prepared = memo.get(key)
     if prepared is None:
         _prepare(spec, plan, launch, operands, state, memo, key)
     else:
         prepared.run(*at, *prepared.rest)
-
-
-def _alignment(at: tuple[int | None, ...]) -> tuple[int, ...] | None:
-    """Of a layer's addresses all but those of numbers that are loaded one by one."""
-    return misaligned(at[0] or 0, *(at[i] or 0 for i in (1, 2, 3, 5, 6, 8, 9)))
 
 
 class Prepared(NamedTuple):
