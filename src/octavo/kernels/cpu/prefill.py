@@ -15,6 +15,8 @@ from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position,
 from octavo.kernels.cpu.prefill_tile import (
     KEYS,
     LINE,
+    PANEL,
+    SPAN,
     STEP,
     find_scales,
     load_keys,
@@ -54,48 +56,84 @@ from octavo.kernels.cpu.stored import OPTIONS, size_of
 GROUP = 6
 """Rows that meet keys together."""
 
+UNROLLED = 4
+"""Steps of a sum that are written out: fewer jumps to foretell."""
+
+LEAST = -1e38
+"""Below any score."""
+
+
+@njit(**OPTIONS)
+def _step(panel, weight, line, sums):
+    """One row of a panel, times six weights, added to [6][2] vectors."""
+    a, a_, b, b_, c, c_, d, d_, e, e_, f, f_ = sums
+    x, y = load_wide(panel), load_wide(panel + STEP)
+    w = load_splat_wide(weight)
+    a, a_ = fma(w, x, a), fma(w, y, a_)
+    w = load_splat_wide(weight + line)
+    b, b_ = fma(w, x, b), fma(w, y, b_)
+    w = load_splat_wide(weight + 2 * line)
+    c, c_ = fma(w, x, c), fma(w, y, c_)
+    w = load_splat_wide(weight + 3 * line)
+    d, d_ = fma(w, x, d), fma(w, y, d_)
+    w = load_splat_wide(weight + 4 * line)
+    e, e_ = fma(w, x, e), fma(w, y, e_)
+    w = load_splat_wide(weight + 5 * line)
+    f, f_ = fma(w, x, f), fma(w, y, f_)
+    return a, a_, b, b_, c, c_, d, d_, e, e_, f, f_
+
+
+@njit(**OPTIONS)
+def _meet(weights, line, panel, count, out, out_line, fresh):
+    """out[row] = (0 if fresh else out[row]) + sum over i < count of weights[row][i] * panel[i], for six rows.
+
+    Args:
+        weights: six rows of float32, `line` bytes apart; panel: [count][PANEL] float32.
+        out: six rows [PANEL] float32, `out_line` bytes apart.
+    """
+    none = splat_wide(np.float32(0))
+    if fresh:
+        sums = (none, none, none, none, none, none, none, none, none, none, none, none)
+    else:
+        b, c, d, e, f = out + out_line, out + 2 * out_line, out + 3 * out_line, out + 4 * out_line, out + 5 * out_line
+        sums = (
+            load_wide(out),
+            load_wide(out + STEP),
+            load_wide(b),
+            load_wide(b + STEP),
+            load_wide(c),
+            load_wide(c + STEP),
+            load_wide(d),
+            load_wide(d + STEP),
+            load_wide(e),
+            load_wide(e + STEP),
+            load_wide(f),
+            load_wide(f + STEP),
+        )
+    for _ in range(count // UNROLLED):
+        for _ in range(UNROLLED):
+            sums = _step(panel, weights, line, sums)
+            panel += SPAN
+            weights += 4
+    for _ in range(count % UNROLLED):
+        sums = _step(panel, weights, line, sums)
+        panel += SPAN
+        weights += 4
+    for i in range(6):
+        store(out, sums[2 * i])
+        store(out + STEP, sums[2 * i + 1])
+        out += out_line
+
 
 @njit(**OPTIONS)
 def _scores(q, k, s, start, end, head_dim):
-    """s[row][key] = q[row] . k[:, key] for six rows and keys start to end - 1, multiples of two vectors.
+    """s[row][key] = q[row] . k[key] for six rows and keys start to end - 1, multiples of PANEL.
 
     Args:
-        q: six rows [head_dim] float32; k: [head_dim][KEYS] float32; s: six rows [KEYS] float32.
+        q: six rows [head_dim] float32; k: see `load_keys`; s: six rows [KEYS] float32.
     """
-    width = head_dim * 4
-    for c in range(start * 4, end * 4, 2 * STEP):
-        a, a_ = splat_wide(np.float32(0)), splat_wide(np.float32(0))
-        b, b_, c0, c1, d, d_, e, e_, f, f_ = a, a, a, a, a, a, a, a, a, a
-        column, row = k + c, q
-        for _ in range(head_dim):
-            x, y = load_wide(column), load_wide(column + STEP)
-            w = load_splat_wide(row)
-            a, a_ = fma(w, x, a), fma(w, y, a_)
-            w = load_splat_wide(row + width)
-            b, b_ = fma(w, x, b), fma(w, y, b_)
-            w = load_splat_wide(row + 2 * width)
-            c0, c1 = fma(w, x, c0), fma(w, y, c1)
-            w = load_splat_wide(row + 3 * width)
-            d, d_ = fma(w, x, d), fma(w, y, d_)
-            w = load_splat_wide(row + 4 * width)
-            e, e_ = fma(w, x, e), fma(w, y, e_)
-            w = load_splat_wide(row + 5 * width)
-            f, f_ = fma(w, x, f), fma(w, y, f_)
-            column += LINE
-            row += 4
-        p = s + c
-        store(p, a)
-        store(p + STEP, a_)
-        store(p + LINE, b)
-        store(p + LINE + STEP, b_)
-        store(p + 2 * LINE, c0)
-        store(p + 2 * LINE + STEP, c1)
-        store(p + 3 * LINE, d)
-        store(p + 3 * LINE + STEP, d_)
-        store(p + 4 * LINE, e)
-        store(p + 4 * LINE + STEP, e_)
-        store(p + 5 * LINE, f)
-        store(p + 5 * LINE + STEP, f_)
+    for c in range(start * 4, end * 4, SPAN):
+        _meet(q, head_dim * 4, k + c * head_dim, head_dim, s + c, LINE, True)
 
 
 @njit(**OPTIONS)
@@ -103,47 +141,10 @@ def _add_values(p, v, acc, start, end, width):
     """acc[row] += sum over keys start to end - 1 of p[row][key] * v[key], for six rows.
 
     Args:
-        p: six rows [KEYS] float32; v: [KEYS][width] float32; acc: six rows [width] float32, width a multiple of
-            two vectors.
+        p: six rows [KEYS] float32; v: see `load_values`; acc: six rows [width] float32, width a multiple of PANEL.
     """
-    line = width * 4
-    for c in range(0, line, 2 * STEP):
-        r = acc + c
-        a, a_ = load_wide(r), load_wide(r + STEP)
-        b, b_ = load_wide(r + line), load_wide(r + line + STEP)
-        c0, c1 = load_wide(r + 2 * line), load_wide(r + 2 * line + STEP)
-        d, d_ = load_wide(r + 3 * line), load_wide(r + 3 * line + STEP)
-        e, e_ = load_wide(r + 4 * line), load_wide(r + 4 * line + STEP)
-        f, f_ = load_wide(r + 5 * line), load_wide(r + 5 * line + STEP)
-        row, weight = v + c + start * line, p + start * 4
-        for _ in range(start, end):
-            x, y = load_wide(row), load_wide(row + STEP)
-            w = load_splat_wide(weight)
-            a, a_ = fma(w, x, a), fma(w, y, a_)
-            w = load_splat_wide(weight + LINE)
-            b, b_ = fma(w, x, b), fma(w, y, b_)
-            w = load_splat_wide(weight + 2 * LINE)
-            c0, c1 = fma(w, x, c0), fma(w, y, c1)
-            w = load_splat_wide(weight + 3 * LINE)
-            d, d_ = fma(w, x, d), fma(w, y, d_)
-            w = load_splat_wide(weight + 4 * LINE)
-            e, e_ = fma(w, x, e), fma(w, y, e_)
-            w = load_splat_wide(weight + 5 * LINE)
-            f, f_ = fma(w, x, f), fma(w, y, f_)
-            row += line
-            weight += 4
-        store(r, a)
-        store(r + STEP, a_)
-        store(r + line, b)
-        store(r + line + STEP, b_)
-        store(r + 2 * line, c0)
-        store(r + 2 * line + STEP, c1)
-        store(r + 3 * line, d)
-        store(r + 3 * line + STEP, d_)
-        store(r + 4 * line, e)
-        store(r + 4 * line + STEP, e_)
-        store(r + 5 * line, f)
-        store(r + 5 * line + STEP, f_)
+    for c in range(0, width * 4, SPAN):
+        _meet(p + start * 4, LINE, v + c * KEYS + start * SPAN, end - start, acc + c, width * 4, False)
 
 
 @njit(**OPTIONS)
@@ -172,50 +173,61 @@ def _transform(s, start, end, distances, shift, slope, transforms):
 
 
 @njit(**OPTIONS)
-def _softmax(s, start, end, bounds, tile, state, acc, width):
+def _find_tops(s, start, end, bounds, tile, tops):
+    """The largest score of each of six rows s[:, start:end] to tops [6] float32; -inf takes the place of scores of
+    keys that the row does not see."""
+    for _ in range(GROUP):
+        lo, hi = load_int(bounds) - tile, load_int(bounds + 8) - tile
+        top = splat_wide(np.float32(-np.inf))
+        more = top
+        if lo <= start and end <= hi:
+            for c in range(s + start * 4, s + end * 4, SPAN):
+                top, more = maximum(load_wide(c), top), maximum(load_wide(c + STEP), more)
+        else:
+            for c in range(start, end, WIDE):
+                x = keep_lanes(load_wide(s + c * 4), lo - c, hi - c)
+                store(s + c * 4, x)
+                top = maximum(x, top)
+        store_one(tops, peak(maximum(top, more)))
+        s += LINE
+        bounds += 16
+        tops += 4
+
+
+@njit(**OPTIONS)
+def _softmax(s, start, end, bounds, tile, state, acc, width, tops):
     """Scores of six rows s[:, start:end] to weights, in place; 0 where a row does not see the key.
 
     Args:
         bounds: address of the keys that each row sees, [6][2] int64; the tile begins at key `tile`.
         state: of each row's largest score and sum, [6][2] float32; acc: of [6][width] float32, rescaled where the
             largest score rises.
+        tops: room for [6] float32.
     """
+    # All rows' largest scores first: none waits for the one before.
+    _find_tops(s, start, end, bounds, tile, tops)
     for _ in range(GROUP):
-        lo, hi = max(load_int(bounds) - tile, start), min(load_int(bounds + 8) - tile, end)
-        if lo < hi:
-            tops = splat_wide(np.float32(-np.inf))
-            more = tops
-            for c in range(start, end, 2 * WIDE):
-                x, y = load_wide(s + c * 4), load_wide(s + c * 4 + STEP)
-                if c < lo or c + 2 * WIDE > hi:
-                    x, y = keep_lanes(x, lo - c, hi - c), keep_lanes(y, lo - c - WIDE, hi - c - WIDE)
-                    store(s + c * 4, x)
-                    store(s + c * 4 + STEP, y)
-                tops, more = maximum(x, tops), maximum(y, more)
-            before, top, sum_before = load_one(state), peak(maximum(tops, more)), load_one(state + 4)
-            if top > before:
-                factor = exp2(splat_wide(before - top))
-                sum_before *= first_lane(factor)
-                for d in range(0, width * 4, STEP):
-                    store(acc + d, mul(factor, load_wide(acc + d)))
-            else:
-                top = before
-            tops = splat_wide(top)
-            sums = splat_wide(np.float32(0))
-            rest = sums
-            for c in range(start, end, 2 * WIDE):
-                x = exp2(sub(load_wide(s + c * 4), tops))
-                y = exp2(sub(load_wide(s + c * 4 + STEP), tops))
-                store(s + c * 4, x)
-                store(s + c * 4 + STEP, y)
-                sums, rest = add(sums, x), add(rest, y)
-            store_one(state, top)
-            store_one(state + 4, sum_before + total(add(sums, rest)))
+        top, before, sum_before = load_one(tops), load_one(state), load_one(state + 4)
+        if top > before:
+            factor = exp2(splat_wide(before - top))
+            sum_before *= first_lane(factor)
+            for d in range(0, width * 4, STEP):
+                store(acc + d, mul(factor, load_wide(acc + d)))
         else:
-            for c in range(start, end, WIDE):
-                store(s + c * 4, splat_wide(np.float32(0)))
+            top = before
+        # Finite, so that a row that has seen no key gets weights of 0.
+        shift = splat_wide(max(top, np.float32(LEAST)))
+        sums = splat_wide(np.float32(0))
+        rest = sums
+        for c in range(s + start * 4, s + end * 4, SPAN):
+            x, y = exp2(sub(load_wide(c), shift)), exp2(sub(load_wide(c + STEP), shift))
+            store(c, x)
+            store(c + STEP, y)
+            sums, rest = add(sums, x), add(rest, y)
+        store_one(state, top)
+        store_one(state + 4, sum_before + total(add(sums, rest)))
         s += LINE
-        bounds += 16
+        tops += 4
         state += 8
         acc += width * 4
 
@@ -272,14 +284,14 @@ def _find_terms(call, item, terms):
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, split, row_start, row_end, head = item
-    q, acc, state, s, k, v, distances, found, bounds, terms, factors = scratch
+    q, acc, state, s, k, v, distances, found, bounds, terms, factors, tops = scratch
     shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
     table = call.rows.block_table[seq]
     num_rows, width = (row_end - row_start) * shape.group, acc.shape[1]
     q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
     s_base, k_base, v_base = np.int64(s.ctypes.data), np.int64(k.ctypes.data), np.int64(v.ctypes.data)
     start, first, last = _find_bounds(call, item, bounds)
-    bounds_base = np.int64(bounds.ctypes.data)
+    bounds_base, tops_base = np.int64(bounds.ctypes.data), np.int64(tops.ctypes.data)
     if transforms.bias != 0:
         _find_terms(call, item, terms)
     _load_queries(call, row_start, num_rows, head, q, k_tag)
@@ -303,7 +315,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
         load_keys(keys, begin, end, k_head, shape.head_dim, k_base, k_tag)
-        load_values(values, begin, end, v_head, shape.value_dim, v_base, width * 4, v_tag)
+        load_values(values, begin, end, v_head, shape.value_dim, v_base, v_tag)
         if scales.k != 0:
             offset, into = head * scales.k_strides[2], factors_base + begin * 4
             find_scales(
@@ -315,7 +327,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
             find_scales(
                 table, shape.block_size, tile + begin, end - begin, scales.v, scales.v_strides, offset, room, into
             )
-            scale_values(v_base, begin, end, width * 4, factors_base)
+            scale_values(v_base, begin, end, width, factors_base)
         if transforms.bias != 0:
             origin = np.int64(call.rows.positions[row_start])
             for t in range(KEYS):
@@ -334,7 +346,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                     lo, hi = min(lo, row_lo), max(hi, row_hi)
             if lo >= hi:
                 continue
-            begin, end = lo // (2 * WIDE) * (2 * WIDE), (hi + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+            begin, end = lo // PANEL * PANEL, (hi + PANEL - 1) // PANEL * PANEL
             _scores(q_base + r * shape.head_dim * 4, k_base, s_base, begin, end, shape.head_dim)
             if transforms.after != 0 or transforms.bias != 0:
                 distances_base = np.int64(distances.ctypes.data)
@@ -342,7 +354,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                     row_s = s_base + (i - r) * LINE
                     _transform(row_s, begin, end, distances_base, terms[i, 0], terms[i, 1], transforms)
             row_acc = acc_base + r * width * 4
-            _softmax(s_base, begin, end, bounds_base + r * 16, tile, state_base + r * 8, row_acc, width)
+            _softmax(s_base, begin, end, bounds_base + r * 16, tile, state_base + r * 8, row_acc, width, tops_base)
             _add_values(s_base, v_base, acc_base + r * width * 4, lo, hi, width)
 
     finite = True
@@ -370,7 +382,7 @@ def work(call, k_tag, v_tag):
         return
     shape, redo = call.shape, array_at(call.redo, len(items), np.uint8)
     num_rows = (max_rows * shape.group + GROUP - 1) // GROUP * GROUP
-    width = (shape.value_dim + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+    width = (shape.value_dim + PANEL - 1) // PANEL * PANEL
     scratch = (
         np.empty((num_rows, shape.head_dim), np.float32),
         np.empty((num_rows, width), np.float32),
@@ -383,6 +395,7 @@ def work(call, k_tag, v_tag):
         np.empty((num_rows, 2), np.int64),
         np.zeros((num_rows, 2), np.float32),
         np.zeros(KEYS, np.float32),
+        np.empty(GROUP, np.float32),
     )
     while True:
         index = fetch_add(counter, 1)

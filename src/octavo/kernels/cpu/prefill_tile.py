@@ -19,7 +19,7 @@ from octavo.kernels.cpu.simd import (
 from octavo.kernels.cpu.simd_base import WIDE
 from octavo.kernels.cpu.stored import OPTIONS, load, size_of
 
-KEYS = 64
+KEYS = 128
 """Keys of a tile."""
 
 LINE = KEYS * 4
@@ -28,10 +28,16 @@ LINE = KEYS * 4
 STEP = WIDE * 4
 """Bytes of a vector."""
 
+PANEL = 2 * WIDE
+"""Keys, or numbers of a value, that lie side by side: what six rows meet at once."""
+
+SPAN = PANEL * 4
+"""Bytes of a row of a panel."""
+
 
 @njit(**OPTIONS)
 def load_keys(rows, start, end, offset, head_dim, k, tag):
-    """Rows start to end - 1 of a tile as columns of k [head_dim][KEYS] float32.
+    """Rows start to end - 1 of a tile as columns of k [KEYS / PANEL][head_dim][PANEL] float32.
 
     rows: where their addresses stand, to which the head's offset is added.
     """
@@ -45,6 +51,7 @@ def load_keys(rows, start, end, offset, head_dim, k, tag):
         f = load_int(rows + min(max(t + 5, start), end - 1) * 8) + offset
         g = load_int(rows + min(max(t + 6, start), end - 1) * 8) + offset
         h = load_int(rows + min(max(t + 7, start), end - 1) * 8) + offset
+        target = k + t // PANEL * head_dim * SPAN + t % PANEL * 4
         for i in range(0, head_dim, 8):
             o = i * size_of(tag)
             store_transposed(
@@ -56,19 +63,19 @@ def load_keys(rows, start, end, offset, head_dim, k, tag):
                 load(f + o, tag),
                 load(g + o, tag),
                 load(h + o, tag),
-                k + i * LINE + t * 4,
-                np.int64(LINE),
+                target + i * SPAN,
+                np.int64(SPAN),
             )
 
 
 @njit(**OPTIONS)
-def load_values(rows, start, end, offset, value_dim, v, line, tag):
-    """Rows start to end - 1 of a tile as rows of v [KEYS][line bytes] float32."""
+def load_values(rows, start, end, offset, value_dim, v, tag):
+    """Rows start to end - 1 of a tile as rows of v [value_dim / PANEL][KEYS][PANEL] float32."""
     for t in range(start, end):
         source = load_int(rows + t * 8) + offset
-        target = v + t * line
+        target = v + t * SPAN
         for i in range(0, value_dim, 8):
-            store(target + i * 4, load(source + i * size_of(tag), tag))
+            store(target + i // PANEL * KEYS * SPAN + i % PANEL * 4, load(source + i * size_of(tag), tag))
 
 
 @njit(**OPTIONS)
@@ -86,17 +93,19 @@ def find_scales(table, block_size, first, count, base, strides, offset, found, s
 
 @njit(**OPTIONS)
 def scale_keys(k, start, end, head_dim, scales):
-    """Columns start to end - 1 of k [head_dim][KEYS] times their scales [KEYS]; a few more at the edges too."""
-    for c in range(start // WIDE * WIDE * 4, end * 4, STEP):
-        factor = load_wide(scales + c)
-        for row in range(k + c, k + c + head_dim * LINE, LINE):
+    """Columns start to end - 1 of k (see `load_keys`) times their scales [KEYS]; a few more at the edges too."""
+    for c in range(start // WIDE * WIDE, end, WIDE):
+        factor = load_wide(scales + c * 4)
+        column = k + c // PANEL * head_dim * SPAN + c % PANEL * 4
+        for row in range(column, column + head_dim * SPAN, SPAN):
             store(row, mul(factor, load_wide(row)))
 
 
 @njit(**OPTIONS)
-def scale_values(v, start, end, line, scales):
-    """Rows start to end - 1 of v [KEYS][line bytes] times their scales [KEYS]."""
+def scale_values(v, start, end, width, scales):
+    """Rows start to end - 1 of v (see `load_values`; width numbers, a multiple of PANEL) times their scales [KEYS]."""
     for t in range(start, end):
         factor = load_splat_wide(scales + t * 4)
-        for row in range(v + t * line, v + (t + 1) * line, STEP):
+        for row in range(v + t * SPAN, v + t * SPAN + width * KEYS * 4, KEYS * SPAN):
             store(row, mul(factor, load_wide(row)))
+            store(row + STEP, mul(factor, load_wide(row + STEP)))

@@ -349,21 +349,18 @@ def _polynomial(builder: Any, x: Any, *factors: float) -> Any:
 
 @operation(V, V)
 def exp2(builder: Any, x: Any) -> Any:
-    """2 ** x for x < 128, within 3 ulp; 0 below -126 (also for -inf); NaN stays NaN."""
-    low, magic = constant(-126.0, x), constant(1.5 * 2**23, x)
-    tiny = builder.fcmp_ordered(">", low, x)
-    x = builder.select(tiny, low, x)
+    """2 ** x for x < 128, within 3 ulp; 0 from -127 down (also for -inf), less than 2 ** -126 above that; NaN stays
+    NaN."""
+    # At -127 the polynomial is 1 and the exponent comes to nothing: a zero.
+    x, magic = _larger(builder, constant(-127.0, x), x), constant(1.5 * 2**23, x)
     # Adding 1.5 * 2 ** 23 leaves the nearest whole number in the lowest bits.
     shifted = builder.fadd(x, magic)
     rest = builder.fsub(x, builder.fsub(shifted, magic))
-    # Taylor of 2 ** r on [-0.5, 0.5]: the next term is below 2 ** -24.
-    value = _polynomial(
-        builder, rest, 1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0
-    )
+    # 2 ** r on [-0.5, 0.5] with the least relative error, 9.2e-8, that degree 5 has where 2 ** 0 is 1.
+    value = _polynomial(builder, rest, 1.3264727e-3, 9.6715127e-3, 5.5507337e-2, 2.4022242e-1, 6.9314698e-1, 1.0)
     ints = ir.VectorType(I32, x.type.count)
     exponent = builder.shl(builder.bitcast(shifted, ints), int_constant(23, x))
-    power = builder.bitcast(builder.add(builder.bitcast(value, ints), exponent), x.type)
-    return builder.select(tiny, constant(0.0, x), power)
+    return builder.bitcast(builder.add(builder.bitcast(value, ints), exponent), x.type)
 
 
 @operation(V, V)
