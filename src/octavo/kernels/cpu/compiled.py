@@ -23,8 +23,11 @@ FEW_ROWS = 8
 """Rows up to which a sequence goes to the decode kernel: decode and speculative decode. An item has as many, so
 that its accumulators stay in the second-level cache."""
 
-TILE_ROWS = 192
-"""Rows (tokens x group) of a prefill item: enough to pay for widening its keys, few enough for the cache."""
+LEAST_TILE_ROWS, MOST_TILE_ROWS = 192, 384
+"""Rows (tokens x group) of a prefill item: enough to pay for widening its keys."""
+
+TILE_NUMBERS = 96 * 1024
+"""Numbers of an item's queries and accumulators: they stay in the second-level cache."""
 
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
@@ -340,7 +343,7 @@ def _decode_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs: 
 
 
 def _prefill_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs: list[int]) -> Array:
-    tokens = max(1, TILE_ROWS // spec.group_size)
+    tokens = max(1, _tile_rows(spec, sum(starts[i + 1] - starts[i] for i in seqs)) // spec.group_size)
     pieces = [
         (i, split, row, min(row + tokens, starts[i + 1]))
         for i in seqs
@@ -353,6 +356,12 @@ def _prefill_items(spec: AttentionSpec, launch: Launch, starts: list[int], seqs:
         pieces.sort(key=lambda piece: starts[piece[0] + 1] - piece[3] - lengths[piece[0]][piece[1]])
     items = [(*piece, head) for piece in pieces for head in range(spec.num_kv_heads)]
     return np.array(items, np.int64).reshape(-1, 5)
+
+
+def _tile_rows(spec: AttentionSpec, num_tokens: int) -> int:
+    """Rows of a prefill item: as many as the cache holds, if every thread still gets several items."""
+    shared = num_tokens * spec.num_q_heads // (4 * torch.get_num_threads())
+    return max(LEAST_TILE_ROWS, min(MOST_TILE_ROWS, TILE_NUMBERS // (spec.head_dim + spec.v_dim), shared))
 
 
 def _threads(num_bytes: int) -> int:
