@@ -40,7 +40,7 @@ from octavo.kernels.cpu.simd import (
     tanh,
 )
 from octavo.kernels.cpu.simd_eight_bit import store_i16
-from octavo.kernels.cpu.stored import OPTIONS, from_pair, is_int8, to_pair
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, from_pair, is_int8, to_pair
 
 
 def _scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
@@ -211,7 +211,7 @@ def _ask(addresses, count, offset):
         prefetch(load_int(addresses + t * 8) + offset)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, first KV head, end)."""
     seq, split, row_start, row_end, head_start, head_end = item
@@ -314,7 +314,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
             _store_results(call, row, h, split, state[unit : unit + blocks], acc_base + unit * acc_size, v_tag)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def work(call, k_tag, v_tag):
     """Take decode items until none is left; several threads may run this on one call.
 
@@ -322,8 +322,6 @@ def work(call, k_tag, v_tag):
     blocks of four query heads, over its rows and KV heads.
     """
     items, units, counter = call.decode
-    if len(items) == 0:
-        return
     shape = call.shape
     scratch = (
         np.empty((units * HEADS, shape.head_dim), np.float32),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numba import cfunc, njit
+from numba import cfunc
 
 from octavo.kernels.cpu import decode, prefill, rows
 from octavo.kernels.cpu.native import call_of
@@ -59,35 +59,20 @@ def compiled(name: str) -> Any:
     return made
 
 
-@njit(**OPTIONS)
-def _attend(job, k_tag, v_tag, _sources):
-    call = call_of(job)
-    decode.work(call, k_tag, v_tag)
-    prefill.work(call, k_tag, v_tag)
-
-
-@njit(**OPTIONS)
-def _append(job, _sources):
-    rows.append(job)
-
-
-@njit(**OPTIONS)
-def _merge(job, _sources):
-    rows.merge(job)
-
-
 @cache
 def _functions() -> dict[str, Callable[[int], None]]:
     """What is compiled. Numba tells what it keeps of a function by the function's own code and the variables that it
-    closes over: hence `sources`, so that a change anywhere in the kernels is noticed. One name a pair of dtypes, as
-    two processes that compile two versions of one name at once can give both the same number."""
+    closes over: hence `sources`, never 0, so that a change anywhere in the kernels is noticed. One name a pair of
+    dtypes, as two processes that compile two versions of one name at once can give both the same number."""
     sources = _checksum()
 
     def append(job):
-        _append(job, sources)
+        if sources:
+            rows.append(job)
 
     def merge(job):
-        _merge(job, sources)
+        if sources:
+            rows.merge(job)
 
     pairs = ((k, v) for k in TAGS for v in TAGS)
     made = [append, merge, *(_attend_function(k, v, sources) for k, v in pairs)]
@@ -98,7 +83,12 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, sources: int) -
     k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
 
     def run(job):
-        _attend(job, k_tag, v_tag, sources)
+        if sources:
+            call = call_of(job)
+            if len(call.decode.items) > 0:
+                decode.work(call, k_tag, v_tag)
+            if len(call.prefill.items) > 0:
+                prefill.work(call, k_tag, v_tag)
 
     run.__name__ = run.__qualname__ = attend(k_dtype, v_dtype)
     return run

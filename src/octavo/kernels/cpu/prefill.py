@@ -51,7 +51,7 @@ from octavo.kernels.cpu.simd import (
     total,
 )
 from octavo.kernels.cpu.simd_base import WIDE
-from octavo.kernels.cpu.stored import OPTIONS, size_of
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, size_of
 
 GROUP = 6
 """Rows that meet keys together."""
@@ -280,7 +280,7 @@ def _find_terms(call, item, terms):
         terms[r, 1] = call.slopes[head * group + r % group]
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, split, row_start, row_end, head = item
@@ -369,7 +369,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
     return finite
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def work(call, k_tag, v_tag):
     """Take prefill items until none is left; several threads may run this on one call.
 
@@ -378,8 +378,6 @@ def work(call, k_tag, v_tag):
     rows that do not see its key (0 * NaN is NaN).
     """
     items, max_rows, counter = call.prefill
-    if len(items) == 0:
-        return
     shape, redo = call.shape, array_at(call.redo, len(items), np.uint8)
     num_rows = (max_rows * shape.group + GROUP - 1) // GROUP * GROUP
     width = (shape.value_dim + PANEL - 1) // PANEL * PANEL

@@ -13,7 +13,7 @@ from numba import njit
 from octavo.kernels.cpu.native import array_at
 from octavo.kernels.cpu.rounding import NAN, store_channels, store_fp8, store_row
 from octavo.kernels.cpu.simd import fetch_add, fma, load_f32, load_one, mul, splat, store_one
-from octavo.kernels.cpu.stored import BFLOAT16, INT8, OPTIONS, bytes_of, load_kind, store_kind
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, INT8, OPTIONS, bytes_of, load_kind, store_kind
 
 CHUNK = 16
 """Rows that a thread takes at a time."""
@@ -124,7 +124,7 @@ def _copy_row(copy, i, block, offset, head):
     return False
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def append(job):
     """Write row i to slot slots[i], where that is not negative; several threads may run this on one job.
 
@@ -179,7 +179,7 @@ def _merge_row(parts, sinks, row, head, weights):
         store_one(place, peak + np.float32(math.log(total)) if total != 0 else np.float32(-np.inf))
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def merge(job):
     """Merge parts by their LSE, one after another; several threads may run this on one job.
 

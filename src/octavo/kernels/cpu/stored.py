@@ -49,6 +49,9 @@ OPTIONS = {
 }
 """How every function here is compiled."""
 
+INLINED = {**OPTIONS, "inline": "always"}
+"""The same for a large function with one caller: Numba optimises a function again within each that calls it."""
+
 FLOAT32, FLOAT16, BFLOAT16, INT8, E4M3, E5M2 = range(6)
 """Kinds. Kernels read the first three where they learn it at run time, and write all."""
 
