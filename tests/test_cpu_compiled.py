@@ -276,6 +276,22 @@ def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str) -> None:
     assert_within("their LSE", lse[alone], clean_lse[alone].double(), clean_lse[alone])
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20], ids=["decode", "prefill"])
+@pytest.mark.parametrize("key", [-1.5e38, -math.inf])
+def test_scores_as_low_as_they_get(key: float, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest scores still weigh; where all are -inf, nothing does, which is not a number and not a row of zeros."""
+    monkeypatch.delattr(plain, "attend")
+    spec = AttentionSpec(2, 1, 8, softmax_scale=1.0)
+    problem = build(Case("low", spec, (num_tokens,), (num_tokens,), 8, dtype=torch.float32))
+    problem.q.zero_()[..., 0] = 1
+    problem.cache.k_cache.zero_()[..., 0] = key
+    out, lse = attend(problem, make_plan(problem))
+    if math.isinf(key):
+        assert out.isnan().all()
+    else:
+        assert_attention(problem, out, lse)
+
+
 def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> None:
     """Numba watches one file; ours call functions of others."""
     package = Path(octavo.__file__).parent

@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Work(NamedTuple):
-    """A launch's work for layers with one mask and head count."""
+    """A launch's work for layers with one mask and one shape of heads."""
 
     arrays: native.Rows
     rows: tuple[int, ...]  # addresses and sizes of the arrays, as `native.pack` takes them
@@ -284,7 +284,8 @@ def _units(group_size: int, items: Array) -> int:
 def _work(spec: AttentionSpec, plan: Plan, launch: Launch) -> Work:
     """What to do, worked out once a step and mask."""
     mask = (spec.causal, spec.window_left, spec.window_right)
-    key = ("compiled", launch.first_state, *mask, spec.num_kv_heads, spec.group_size)
+    heads = (spec.num_kv_heads, spec.group_size, spec.head_dim, spec.v_dim)
+    key = ("compiled", launch.first_state, *mask, *heads)
     found: Work | None = plan.memo.get(key)
     if found is None:
         found = plan.memo[key] = _make_work(spec, plan, launch)

@@ -99,4 +99,4 @@ def _checksum() -> int:
     total = 0
     for name in _SOURCES:
         total = zlib.crc32(Path(__file__).with_name(f"{name}.py").read_bytes(), total)
-    return total
+    return total or 1

@@ -14,7 +14,6 @@ from numba import njit
 from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.prefill_tile import (
     KEYS,
-    LINE,
     PANEL,
     SPAN,
     STEP,
@@ -59,8 +58,11 @@ GROUP = 6
 UNROLLED = 4
 """Steps of a sum that are written out: fewer jumps to foretell."""
 
-LEAST = -1e38
-"""Below any score."""
+LINE = KEYS * 4
+"""Bytes of a row of scores."""
+
+LEAST = np.finfo(np.float32).min
+"""Below it is only -inf, from which nothing can be taken."""
 
 
 @njit(**OPTIONS)
@@ -175,7 +177,10 @@ def _transform(s, start, end, distances, shift, slope, transforms):
 @njit(**OPTIONS)
 def _find_tops(s, start, end, bounds, tile, tops):
     """The largest score of each of six rows s[:, start:end] to tops [6] float32; -inf takes the place of scores of
-    keys that the row does not see."""
+    keys that the row does not see.
+
+    bounds: address of the keys that each row sees, [6][2] int64; the tile begins at key `tile`.
+    """
     for _ in range(GROUP):
         lo, hi = load_int(bounds) - tile, load_int(bounds + 8) - tile
         top = splat_wide(np.float32(-np.inf))
@@ -195,17 +200,14 @@ def _find_tops(s, start, end, bounds, tile, tops):
 
 
 @njit(**OPTIONS)
-def _softmax(s, start, end, bounds, tile, state, acc, width, tops):
+def _softmax(s, start, end, tops, state, acc, width):
     """Scores of six rows s[:, start:end] to weights, in place; 0 where a row does not see the key.
 
     Args:
-        bounds: address of the keys that each row sees, [6][2] int64; the tile begins at key `tile`.
-        state: of each row's largest score and sum, [6][2] float32; acc: of [6][width] float32, rescaled where the
-            largest score rises.
-        tops: room for [6] float32.
+        tops: address of the rows' largest scores here, [6] float32, found before: so no row waits for the last one's.
+        state: of each row's largest score and sum so far, [6][2] float32; acc: of [6][width] float32, rescaled where
+            the largest score rises.
     """
-    # All rows' largest scores first: none waits for the one before.
-    _find_tops(s, start, end, bounds, tile, tops)
     for _ in range(GROUP):
         top, before, sum_before = load_one(tops), load_one(state), load_one(state + 4)
         if top > before:
@@ -216,7 +218,7 @@ def _softmax(s, start, end, bounds, tile, state, acc, width, tops):
         else:
             top = before
         # Finite, so that a row that has seen no key gets weights of 0.
-        shift = splat_wide(max(top, np.float32(LEAST)))
+        shift = splat_wide(max(top, LEAST))
         sums = splat_wide(np.float32(0))
         rest = sums
         for c in range(s + start * 4, s + end * 4, SPAN):
@@ -338,7 +340,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                 _ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
                 _ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
             asked += per_step
-            # The keys that one of the six rows sees, and all vectors that hold them.
+            # The keys that one of the six rows sees, and all panels that hold them.
             lo, hi = np.int64(KEYS), np.int64(0)
             for i in range(r, r + GROUP):
                 row_lo, row_hi = max(bounds[i, 0] - tile, 0), min(bounds[i, 1] - tile, KEYS)
@@ -354,8 +356,9 @@ def _attend(call, item, scratch, k_tag, v_tag):
                     row_s = s_base + (i - r) * LINE
                     _transform(row_s, begin, end, distances_base, terms[i, 0], terms[i, 1], transforms)
             row_acc = acc_base + r * width * 4
-            _softmax(s_base, begin, end, bounds_base + r * 16, tile, state_base + r * 8, row_acc, width, tops_base)
-            _add_values(s_base, v_base, acc_base + r * width * 4, lo, hi, width)
+            _find_tops(s_base, begin, end, bounds_base + r * 16, tile, tops_base)
+            _softmax(s_base, begin, end, tops_base, state_base + r * 8, row_acc, width)
+            _add_values(s_base, v_base, row_acc, lo, hi, width)
 
     finite = True
     for r in range(num_rows):
@@ -363,7 +366,9 @@ def _attend(call, item, scratch, k_tag, v_tag):
         sums = load_f32(row_acc)
         for d in range(8, shape.value_dim, 8):
             sums = add(sums, load_f32(row_acc + d * 4))
-        finite = finite and np.isfinite(total(sums))
+        # Keys were seen, and no weight came of them: all scores are -inf.
+        lost = state[r, 1] == 0 and bounds[r, 0] < bounds[r, 1]
+        finite = finite and not lost and np.isfinite(total(sums))
         q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
         finish(call, q_head, q_row, split, state[r, 0], state[r, 1], row_acc, v_tag)
     return finite
@@ -386,8 +391,8 @@ def work(call, k_tag, v_tag):
         np.empty((num_rows, width), np.float32),
         np.empty((num_rows, 2), np.float32),
         np.empty((GROUP, KEYS), np.float32),
-        np.zeros((shape.head_dim, KEYS), np.float32),
-        np.zeros((KEYS, width), np.float32),
+        np.zeros((KEYS // PANEL, shape.head_dim, PANEL), np.float32),
+        np.zeros((width // PANEL, KEYS, PANEL), np.float32),
         np.empty(KEYS, np.float32),
         np.empty((5, KEYS), np.int64),
         np.empty((num_rows, 2), np.int64),

@@ -22,9 +22,6 @@ from octavo.kernels.cpu.stored import OPTIONS, load, size_of
 KEYS = 128
 """Keys of a tile."""
 
-LINE = KEYS * 4
-"""Bytes of a row of scores, or of K's columns."""
-
 STEP = WIDE * 4
 """Bytes of a vector."""
 
@@ -70,7 +67,8 @@ def load_keys(rows, start, end, offset, head_dim, k, tag):
 
 @njit(**OPTIONS)
 def load_values(rows, start, end, offset, value_dim, v, tag):
-    """Rows start to end - 1 of a tile as rows of v [value_dim / PANEL][KEYS][PANEL] float32."""
+    """Rows start to end - 1 of a tile as rows of v [width / PANEL][KEYS][PANEL] float32. The width is value_dim up to
+    the next multiple of PANEL; the rest is left as it is."""
     for t in range(start, end):
         source = load_int(rows + t * 8) + offset
         target = v + t * SPAN

@@ -349,8 +349,8 @@ def _polynomial(builder: Any, x: Any, *factors: float) -> Any:
 
 @operation(V, V)
 def exp2(builder: Any, x: Any) -> Any:
-    """2 ** x for x < 128, within 3 ulp; 0 from -127 down (also for -inf), less than 2 ** -126 above that; NaN stays
-    NaN."""
+    """2 ** x for x < 128, within 3 ulp; some number below 2 ** -126 between -127 and -126, 0 from -127 down (also for
+    -inf); NaN stays NaN."""
     # At -127 the polynomial is 1 and the exponent comes to nothing: a zero.
     x, magic = _larger(builder, constant(-127.0, x), x), constant(1.5 * 2**23, x)
     # Adding 1.5 * 2 ** 23 leaves the nearest whole number in the lowest bits.
