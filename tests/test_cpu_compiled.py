@@ -276,6 +276,20 @@ def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str) -> None:
     assert_within("their LSE", lse[alone], clean_lse[alone].double(), clean_lse[alone])
 
 
+def test_items_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts make larger items, wide heads and short prompts do not."""
+    monkeypatch.delattr(plain, "attend")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    spec = AttentionSpec(8, 1, 8, window_left=200)
+    problem = build(Case("many", spec, (400, 30), (500, 300), 8, dtype=torch.float32))
+    plan = make_plan(problem)
+    assert_attention(problem, *attend(problem, plan))
+    rows = [work.prefill[2] * spec.group_size for work in plan.memo.values() if isinstance(work, compiled.Work)]
+    assert rows == [compiled.MOST_TILE_ROWS]
+    assert compiled._tile_rows(spec, 30) == compiled.LEAST_TILE_ROWS
+    assert compiled._tile_rows(replace(spec, head_dim=256), 400) == compiled.LEAST_TILE_ROWS
+
+
 @pytest.mark.parametrize("num_tokens", [3, 20], ids=["decode", "prefill"])
 @pytest.mark.parametrize("key", [-1.5e38, -math.inf])
 def test_scores_as_low_as_they_get(key: float, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
