@@ -312,7 +312,7 @@ def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> 
     shutil.copytree(package, tmp_path / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
     code = """
 from octavo.kernels.cpu import jobs
-made = jobs.cfunc("void(int64)", cache=True, **jobs.OPTIONS)(jobs._functions()["merge"])
+made = jobs.cfunc("void(int64)", cache=True, **jobs.COUNTING)(jobs._functions()["merge"])
 print(made.cache_hits)
 """
     env = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}

@@ -37,8 +37,9 @@ def warmup(
 ) -> int:
     """Compile the CPU kernels and keep them on disk, where later processes find them.
 
-    With a dtype or a format the others are left out. int8_k, whose V is 16-bit, is compiled for the dtypes that are
-    given, or for bfloat16.
+    With a dtype or a format the others are left out. int8_k, whose V is 16-bit, is compiled for models of the dtypes
+    that are given, or of bfloat16; so are the other 8-bit formats where the machine has matrix units, which only
+    bfloat16 models use: for them and for float32.
     """
     dtypes = list(dict.fromkeys(dtype or ([] if kv_format else FLOAT_FORMATS)))
     for name in dtypes:
@@ -55,11 +56,11 @@ def warmup(
     formats = list(dict.fromkeys(_SAME_CODE.get(name, name) for name in formats))
     jobs = [(name, name) for name in dtypes]
     for name in formats:
-        jobs += [(name, of) for of in (dtype if dtype and name == "int8_k" else ["bfloat16"])]
+        jobs += [(name, of) for of in _models(name, dtype)]
     # Processes, as Numba compiles one function of a process at a time.
     with ProcessPoolExecutor(min(len(jobs), usable_cpus()), mp_context=get_context("spawn")) as pool:
         taken = list(pool.map(compile_kernels, *zip(*jobs, strict=True)))
-    seconds = {name if name != "int8_k" else f"{name} {of}": s for (name, of), s in zip(jobs, taken, strict=True)}
+    seconds = {name if name == of else f"{name} {of}": s for (name, of), s in zip(jobs, taken, strict=True)}
     if as_json:
         print(json.dumps(seconds))
         return 0
@@ -67,6 +68,15 @@ def warmup(
     for label, one in seconds.items():
         console.print(f"{label}: {one:.1f} s")
     return 0
+
+
+def _models(name: str, dtypes: list[str] | None) -> list[str]:
+    """Dtypes of the models that an 8-bit format is compiled for."""
+    from octavo.kernels.cpu.simd_matrix import has_matrix_units
+
+    if name == "int8_k":
+        return dtypes or ["bfloat16"]
+    return (dtypes or ["bfloat16", "float32"]) if has_matrix_units() else ["bfloat16"]
 
 
 def compile_kernels(name: str, dtype_name: str) -> float:

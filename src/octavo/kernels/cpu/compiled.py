@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import jobs, native, rows
 from octavo.kernels.cpu.decode_tile import HEADS
+from octavo.kernels.cpu.simd_matrix import has_matrix_units
 from octavo.kernels.cpu.stored import KINDS, WIDE_KINDS
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
@@ -31,6 +32,9 @@ TILE_NUMBERS = 96 * 1024
 
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
+
+TILED = set(KINDS) - {torch.float32, torch.float16}
+"""Dtypes of pages whose numbers are bfloat16 too: what matrix units can multiply as it is."""
 
 _WORKERS = Workers()
 
@@ -167,7 +171,8 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
     key_bytes = spec.head_dim * k_dtype.itemsize + spec.v_dim * v_dtype.itemsize
     pair_flops = 2 * spec.group_size * (spec.head_dim + spec.v_dim)
     cost = spec.num_kv_heads * (work.decode_keys * key_bytes + work.prefill_pairs * pair_flops // FLOPS_PER_BYTE)
-    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype))
+    in_tiles = operands.q.dtype == torch.bfloat16 and {k_dtype, v_dtype} <= TILED and has_matrix_units()
+    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, in_tiles))
     _WORKERS.run(kernel, job, _threads(cost))
     if len(items) and redo.any():
         # Again, a row at a time: the decode kernel touches only what a row sees.

@@ -10,15 +10,16 @@ import threading
 import zlib
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from numba import cfunc
 
-from octavo.kernels.cpu import decode, prefill, rows
+from octavo.kernels.cpu import decode, prefill, prefill_matrix, rows
 from octavo.kernels.cpu.native import call_of
-from octavo.kernels.cpu.stored import OPTIONS, TAGS
+from octavo.kernels.cpu.stored import COUNTING, TAGS
 
 _SOURCES = (
     "decode",
@@ -28,12 +29,15 @@ _SOURCES = (
     "jobs",
     "native",
     "prefill",
+    "prefill_item",
+    "prefill_matrix",
     "prefill_tile",
     "rounding",
     "rows",
     "simd",
     "simd_base",
     "simd_eight_bit",
+    "simd_matrix",
     "stored",
 )
 
@@ -42,9 +46,10 @@ _MADE: dict[str, Any] = {}
 
 
 @cache
-def attend(k_dtype: torch.dtype, v_dtype: torch.dtype) -> str:
-    """The name of the function that runs a launch over pages of these dtypes."""
-    return "_".join(["attend", *(str(dtype).removeprefix("torch.") for dtype in (k_dtype, v_dtype))])
+def attend(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool) -> str:
+    """The name of the function that runs a launch over pages of these dtypes; in_tiles: prefill on matrix units."""
+    pages = (str(dtype).removeprefix("torch.") for dtype in (k_dtype, v_dtype))
+    return "_".join(["attend", *pages, *(["tiles"] if in_tiles else [])])
 
 
 def compiled(name: str) -> Any:
@@ -55,7 +60,7 @@ def compiled(name: str) -> Any:
         with _LOCK:
             made = _MADE.get(name)
             if made is None:
-                made = _MADE[name] = cfunc("void(int64)", cache=True, **OPTIONS)(_functions()[name]).ctypes
+                made = _MADE[name] = cfunc("void(int64)", cache=True, **COUNTING)(_functions()[name]).ctypes
     return made
 
 
@@ -74,13 +79,14 @@ def _functions() -> dict[str, Callable[[int], None]]:
         if sources:
             rows.merge(job)
 
-    pairs = ((k, v) for k in TAGS for v in TAGS)
-    made = [append, merge, *(_attend_function(k, v, sources) for k, v in pairs)]
+    kinds = product(TAGS, TAGS, (False, True))
+    made = [append, merge, *(_attend_function(*kind, sources) for kind in kinds)]
     return {one.__name__: one for one in made}
 
 
-def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, sources: int) -> Callable[[int], None]:
+def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool, sources: int) -> Callable[[int], None]:
     k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
+    prefill_work = prefill_matrix.work if in_tiles else prefill.work
 
     def run(job):
         if sources:
@@ -88,9 +94,9 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, sources: int) -
             if len(call.decode.items) > 0:
                 decode.work(call, k_tag, v_tag)
             if len(call.prefill.items) > 0:
-                prefill.work(call, k_tag, v_tag)
+                prefill_work(call, k_tag, v_tag)
 
-    run.__name__ = run.__qualname__ = attend(k_dtype, v_dtype)
+    run.__name__ = run.__qualname__ = attend(k_dtype, v_dtype, in_tiles)
     return run
 
 

@@ -22,7 +22,7 @@ from octavo.kernels.cpu.simd import (
     store_int,
     store_one,
 )
-from octavo.kernels.cpu.stored import FLOAT32, OPTIONS, bytes_of, load_kind, store_kind, unit_of
+from octavo.kernels.cpu.stored import COUNTING, FLOAT32, INLINED, OPTIONS, bytes_of, load_kind, store_kind, unit_of
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
@@ -145,13 +145,13 @@ def pack(
     return job
 
 
-@njit(**OPTIONS)
+@njit(**COUNTING)
 def array_at(address, shape, dtype):
     """The array that lies at an address."""
     return carray(pointer(address), shape, dtype)
 
 
-@njit(**OPTIONS)
+@njit(**COUNTING)
 def call_of(job):
     """The call that `pack` wrote to address `job`."""
     w = array_at(job, (_WORDS,), np.int64)
@@ -236,20 +236,27 @@ def sink_of(call, head):
     return call.sinks[head] * np.float32(LOG2_E) if len(call.sinks) > 0 else np.float32(-np.inf)
 
 
+@njit(**INLINED)
+def query_factor(call, row, head, tag):
+    """What one head's scores are multiplied with, but for int8's scales of rows; tag: of K."""
+    scales, factor = call.scales, np.float32(call.transforms.before * unit_of(tag))
+    if scales.q != 0:
+        factor *= load_one(scales.q + row * scales.q_strides[0] + head // call.shape.group * scales.q_strides[1])
+    return factor
+
+
 @njit(**OPTIONS)
 def load_query(call, row, head, target, tag):
     """One head's query to `target` [head_dim] float32, whole numbers where K is int8. Returns its factor.
 
     tag: of K.
     """
-    tensors, scales, width = call.tensors, call.scales, call.shape.head_dim
+    tensors, width, factor = call.tensors, call.shape.head_dim, query_factor(call, row, head, tag)
     source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
-    size, factor = bytes_of(tensors.q_kind), np.float32(call.transforms.before * unit_of(tag))
-    if scales.q != 0:
-        factor *= load_one(scales.q + row * scales.q_strides[0] + head // call.shape.group * scales.q_strides[1])
+    size = bytes_of(tensors.q_kind)
     for d in range(0, width, 8):
         store(target + d * 4, load_kind(source + d * size, tensors.q_kind))
-    if scales.k == 0:
+    if call.scales.k == 0:
         return factor
     scale = row_scale(target, FLOAT32, width)
     for d in range(0, width * 4, 32):
@@ -257,37 +264,53 @@ def load_query(call, row, head, target, tag):
     return factor * scale
 
 
-@njit(**OPTIONS)
-def finish(call, head, row, split, m, l, acc, tag):
-    """Write one head's output and LSE.
+@njit(**INLINED)
+def settle(call, head, row, split, m, l, tag):
+    """Write one head's LSE; returns what its weighted sum of values is multiplied with.
 
     Args:
         m, l: largest score, in powers of two, and the sum of weights.
-        acc: address of the weighted sum of values, [value_dim] float32.
         tag: of V.
     """
-    tensors, scales, sink = call.tensors, call.scales, sink_of(call, head)
+    tensors, sink = call.tensors, sink_of(call, head)
     scale, top = np.float32(1), max(m, sink)
     if top > m:
         scale = np.float32(2.0 ** (m - top))
         l *= scale
     if sink > -np.inf:
         l += np.float32(2.0 ** (sink - top))
-    factor = splat(scale / l * np.float32(unit_of(tag)) if l != 0 else np.float32(0))
-    by_channel = scales.out_strides[2] != 0
-    given = scales.out + row * scales.out_strides[0] + head // call.shape.group * scales.out_strides[1]
-    if scales.out != 0 and not by_channel:
-        factor = mul(factor, splat(load_one(given)))
-    size = bytes_of(tensors.out_kind)
-    out = tensors.out + split * tensors.out_strides[0] + row * tensors.out_strides[1] + head * tensors.out_strides[2]
-    for d in range(0, call.shape.value_dim, 8):
-        x = mul(factor, load_f32(acc + d * 4))
-        if by_channel:
-            x = mul(x, load_f32(given + d * 4))
-        store_kind(out + d * size, x, tensors.out_kind)
     if tensors.lse != 0:
         lse = (
             tensors.lse + split * tensors.lse_strides[0] + row * tensors.lse_strides[1] + head * tensors.lse_strides[2]
         )
         value = (top + math.log2(l)) * LN_2 if l != 0 else -np.inf
         store_one(lse, np.float32(value))
+    return scale / l * np.float32(unit_of(tag)) if l != 0 else np.float32(0)
+
+
+@njit(**INLINED)
+def find_output(call, head, row, split):
+    """Where one head's output belongs."""
+    tensors = call.tensors
+    return tensors.out + split * tensors.out_strides[0] + row * tensors.out_strides[1] + head * tensors.out_strides[2]
+
+
+@njit(**OPTIONS)
+def finish(call, head, row, split, m, l, acc, tag):
+    """Write one head's output and LSE.
+
+    Args:
+        m, l, tag: see `settle`.
+        acc: address of the weighted sum of values, [value_dim] float32.
+    """
+    tensors, scales, factor = call.tensors, call.scales, splat(settle(call, head, row, split, m, l, tag))
+    by_channel = scales.out_strides[2] != 0
+    given = scales.out + row * scales.out_strides[0] + head // call.shape.group * scales.out_strides[1]
+    if scales.out != 0 and not by_channel:
+        factor = mul(factor, splat(load_one(given)))
+    out, size = find_output(call, head, row, split), bytes_of(tensors.out_kind)
+    for d in range(0, call.shape.value_dim, 8):
+        x = mul(factor, load_f32(acc + d * 4))
+        if by_channel:
+            x = mul(x, load_f32(given + d * 4))
+        store_kind(out + d * size, x, tensors.out_kind)

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
 from octavo.kernels.cpu.prefill_tile import (
     KEYS,
     PANEL,
@@ -39,7 +40,6 @@ from octavo.kernels.cpu.simd import (
     maximum,
     mul,
     peak,
-    prefetch,
     root,
     splat,
     splat_wide,
@@ -60,9 +60,6 @@ UNROLLED = 4
 
 LINE = KEYS * 4
 """Bytes of a row of scores."""
-
-LEAST = np.finfo(np.float32).min
-"""Below it is only -inf, from which nothing can be taken."""
 
 
 @njit(**OPTIONS)
@@ -247,41 +244,6 @@ def _load_queries(call, row_start, num_rows, head, q, tag):
             store(target + d, mul(factor, load_f32(target + d)))
 
 
-@njit(**OPTIONS)
-def _ask(row, num_bytes):
-    """Bring a row nearer while other work goes on."""
-    for line in range(0, num_bytes, 64):
-        prefetch(row + line)
-
-
-@njit(**OPTIONS)
-def _find_bounds(call, item, bounds):
-    """The keys that each row of an item sees in its split, [rows of six][2]; none past the last row. Returns the
-    ends of what they see together."""
-    seq, split, row_start, row_end, _ = item
-    rows, group = call.rows, call.shape.group
-    start, stop = np.int64(rows.kv_splits[seq, split]), np.int64(rows.kv_splits[seq, split + 1])
-    first, last = stop, start
-    bounds[:] = 0
-    for row in range(row_start, row_end):
-        lo, hi = max(start, np.int64(rows.lo[row])), min(stop, np.int64(rows.hi[row]))
-        if lo < hi:
-            first, last = min(first, lo), max(last, hi)
-            for r in range((row - row_start) * group, (row - row_start + 1) * group):
-                bounds[r, 0], bounds[r, 1] = lo, hi
-    return start, first, last
-
-
-@njit(**OPTIONS)
-def _find_terms(call, item, terms):
-    """Distance from the item's first row, and slope, of each row: terms [rows][2] float32."""
-    _, _, row_start, row_end, head = item
-    group, positions = call.shape.group, call.rows.positions
-    for r in range((row_end - row_start) * group):
-        terms[r, 0] = positions[row_start + r // group] - positions[row_start]
-        terms[r, 1] = call.slopes[head * group + r % group]
-
-
 @njit(**INLINED)
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
@@ -292,10 +254,10 @@ def _attend(call, item, scratch, k_tag, v_tag):
     num_rows, width = (row_end - row_start) * shape.group, acc.shape[1]
     q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
     s_base, k_base, v_base = np.int64(s.ctypes.data), np.int64(k.ctypes.data), np.int64(v.ctypes.data)
-    start, first, last = _find_bounds(call, item, bounds)
+    start, first, last = find_bounds(call, item, bounds)
     bounds_base, tops_base = np.int64(bounds.ctypes.data), np.int64(tops.ctypes.data)
     if transforms.bias != 0:
-        _find_terms(call, item, terms)
+        find_terms(call, item, terms)
     _load_queries(call, row_start, num_rows, head, q, k_tag)
     acc[:] = 0
     state[:, 0] = -np.inf
@@ -337,8 +299,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         asked = 0
         for r in range(0, num_rows, GROUP):
             for t in range(asked, min(asked + per_step, num_next)):
-                _ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
-                _ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
+                ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
+                ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
             asked += per_step
             # The keys that one of the six rows sees, and all panels that hold them.
             lo, hi = np.int64(KEYS), np.int64(0)

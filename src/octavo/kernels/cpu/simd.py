@@ -259,11 +259,12 @@ def maximum(builder: Any, x: Any, y: Any) -> Any:
     return _larger(builder, x, y)
 
 
-@operation(types.boolean, V8, V8)
+@operation(types.boolean, V, V)
 def any_above(builder: Any, x: Any, y: Any) -> Any:
     """Whether x > y in some lane."""
-    lanes = builder.bitcast(builder.fcmp_ordered(">", x, y), ir.IntType(LANES))
-    return builder.icmp_unsigned("!=", lanes, ir.Constant(ir.IntType(LANES), 0))
+    bits = ir.IntType(x.type.count)
+    lanes = builder.bitcast(builder.fcmp_ordered(">", x, y), bits)
+    return builder.icmp_unsigned("!=", lanes, ir.Constant(bits, 0))
 
 
 @operation(V, V, types.int64, types.int64)

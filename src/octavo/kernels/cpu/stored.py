@@ -46,8 +46,13 @@ OPTIONS = {
     "boundscheck": False,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
+    "_nrt": False,
 }
-"""How every function here is compiled."""
+"""How functions here are compiled: arrays that they are given are not counted, which cost a call for each, again and
+again, as a `Call` has eight."""
+
+COUNTING = {**OPTIONS, "_nrt": True}
+"""The same for functions that make arrays."""
 
 INLINED = {**OPTIONS, "inline": "always"}
 """The same for a large function with one caller: Numba optimises a function again within each that calls it."""

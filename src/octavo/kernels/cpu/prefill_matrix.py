@@ -1,0 +1,539 @@
+"""Attention for many rows a sequence on matrix units, for bfloat16 queries, in Numba.
+
+As `prefill`, but products are of bfloat16 with sums in float32. Scores stand as columns, [key][row]: then K is
+multiplied as it lies, a vector holds one key's scores of many rows, so that a softmax needs no sums across lanes,
+and two keys' weights make the words that the units read. Values are turned once a tile. Weights are rounded to
+bfloat16, K, V and Q are not: 8-bit codes are bfloat16 too, and scales stay outside of the products.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from octavo.kernels.cpu.native import (
+    array_at,
+    find_output,
+    find_rows,
+    finish,
+    key_position,
+    load_query,
+    query_factor,
+    settle,
+)
+from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
+from octavo.kernels.cpu.prefill_tile import find_scales
+from octavo.kernels.cpu.simd import (
+    absolute,
+    add,
+    any_above,
+    exp2,
+    fetch_add,
+    fma,
+    load_bf16,
+    load_f32,
+    load_int,
+    load_one,
+    load_splat_wide,
+    load_wide,
+    maximum,
+    mul,
+    prefetch,
+    root,
+    splat,
+    splat_wide,
+    store,
+    store_int,
+    store_one,
+    store_transposed,
+    sub,
+    tanh,
+    total,
+)
+from octavo.kernels.cpu.simd_base import WIDE
+from octavo.kernels.cpu.simd_matrix import (
+    BLOCK,
+    CONFIG_BYTES,
+    TILE_BYTES,
+    TILE_ROWS,
+    describe_tiles,
+    keep_between,
+    load_sums,
+    multiply_tiles,
+    release_tiles,
+    rounded,
+    rounded_even,
+    set_tiles,
+    store_sums,
+    store_upper,
+    words_of,
+    zero_sums,
+)
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, load, size_of
+
+KEYS = 192
+"""Keys of a tile of keys and values, a multiple of BLOCK."""
+
+STEP = WIDE * 4
+"""Bytes of a vector."""
+
+LINE = BLOCK * 4
+"""Bytes of one key's scores, of a block of rows; of two keys' weights; of one number of the rows' outputs."""
+
+SQUARE = BLOCK * TILE_BYTES
+"""Bytes of a square of K or of turned V, [BLOCK][BLOCK] bfloat16: they lie one after another, as they are read."""
+
+
+@njit(**OPTIONS)
+def _load_keys(rows, start, end, offset, head_dim, k, depth, tag):
+    """Rows start to end - 1 of a tile as k [KEYS / BLOCK][depth / BLOCK] squares of (key, number).
+
+    rows: where their addresses stand, to which the head's offset is added.
+    """
+    for t in range(start, end):
+        source, target = load_int(rows + t * 8) + offset, k + t // BLOCK * BLOCK * depth * 2 + t % BLOCK * TILE_BYTES
+        for i in range(0, head_dim, 8):
+            store_upper(target + i // BLOCK * SQUARE + i % BLOCK * 2, load(source + i * size_of(tag), tag))
+
+
+@njit(**OPTIONS)
+def _load_values(rows, start, end, offset, value_dim, v, tag):
+    """Rows start to end - 1 of a tile, multiples of 16, as v [width / BLOCK][KEYS / BLOCK] squares of (number, key)."""
+    for t in range(start, end, 16):
+        # Sixteen rows make words of two, which make eight columns.
+        row = rows + t * 8
+        a, a_ = load_int(row) + offset, load_int(row + 8) + offset
+        b, b_ = load_int(row + 16) + offset, load_int(row + 24) + offset
+        c, c_ = load_int(row + 32) + offset, load_int(row + 40) + offset
+        d, d_ = load_int(row + 48) + offset, load_int(row + 56) + offset
+        e, e_ = load_int(row + 64) + offset, load_int(row + 72) + offset
+        f, f_ = load_int(row + 80) + offset, load_int(row + 88) + offset
+        g, g_ = load_int(row + 96) + offset, load_int(row + 104) + offset
+        h, h_ = load_int(row + 112) + offset, load_int(row + 120) + offset
+        column = v + t // BLOCK * SQUARE + t % BLOCK * 2
+        for i in range(0, value_dim, 8):
+            o = i * size_of(tag)
+            store_transposed(
+                words_of(load(a + o, tag), load(a_ + o, tag)),
+                words_of(load(b + o, tag), load(b_ + o, tag)),
+                words_of(load(c + o, tag), load(c_ + o, tag)),
+                words_of(load(d + o, tag), load(d_ + o, tag)),
+                words_of(load(e + o, tag), load(e_ + o, tag)),
+                words_of(load(f + o, tag), load(f_ + o, tag)),
+                words_of(load(g + o, tag), load(g_ + o, tag)),
+                words_of(load(h + o, tag), load(h_ + o, tag)),
+                column + i // BLOCK * (KEYS // BLOCK) * SQUARE + i % BLOCK * TILE_BYTES,
+                np.int64(TILE_BYTES),
+            )
+
+
+@njit(**INLINED)
+def _load_query(call, row, head, target, room, tag):
+    """One head's query to `target` [head_dim] bfloat16. Returns what its scores are multiplied with, >= 0.
+
+    Args:
+        room: for [head_dim] float32.
+        tag: of K.
+    """
+    tensors, width = call.tensors, call.shape.head_dim
+    factor = query_factor(call, row, head, tag)
+    if call.scales.k == 0 and factor >= 0:
+        source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
+        # As they will be read again, 32 bytes at a time: two halves of that would be waited for.
+        for d in range(0, width * 2 - 16, 32):
+            store(target + d, load_f32(source + d))
+        if width % 16 != 0:
+            store_upper(target + width * 2 - 16, load_bf16(source + width * 2 - 16))
+        return factor
+    factor = load_query(call, row, head, room, tag)
+    sign = splat(np.float32(-1 if factor < 0 else 1))
+    for d in range(0, width, 8):
+        store_upper(target + d * 2, mul(sign, load_f32(room + d * 4)))
+    return abs(factor)
+
+
+@njit(**OPTIONS)
+def _load_queries(call, row_start, num_rows, head, q, depth, factors, room, tag):
+    """Rows of one KV head as words: q [blocks][depth / 2][BLOCK], what is past the last row is undefined.
+
+    Args:
+        factors: of each row's scores, [rows of BLOCK] float32, >= 0.
+        room: for a row of float32 and eight of bfloat16, `depth` numbers each; zeros past head_dim.
+        tag: of K.
+    """
+    group, rows, line = call.shape.group, room + depth * 4, depth * 2
+    for r in range(num_rows):
+        row, q_head = call.rows.rows[row_start + r // group], head * group + r % group
+        ask(call.tensors.q + row * call.tensors.q_strides[0] + q_head * call.tensors.q_strides[1], line)
+    for first in range(0, num_rows, 8):
+        for r in range(first, min(first + 8, num_rows)):
+            row, q_head = call.rows.rows[row_start + r // group], head * group + r % group
+            factor = _load_query(call, row, q_head, rows + (r - first) * line, room, tag)
+            store_one(factors + r * 4, factor)
+        target = q + first // BLOCK * BLOCK * line + first % BLOCK * 4
+        for d in range(0, line, 32):
+            at = rows + d
+            store_transposed(
+                load_f32(at),
+                load_f32(at + line),
+                load_f32(at + 2 * line),
+                load_f32(at + 3 * line),
+                load_f32(at + 4 * line),
+                load_f32(at + 5 * line),
+                load_f32(at + 6 * line),
+                load_f32(at + 7 * line),
+                target + d // 4 * LINE,
+                np.int64(LINE),
+            )
+
+
+@njit(**OPTIONS)
+def _scores(k, q, s, start, end, depth):
+    """s[key][row] = k[key] . q[row] for a block of rows and keys start to end - 1, multiples of BLOCK."""
+    square = k + start // BLOCK * (depth // BLOCK) * SQUARE
+    for t in range(start, end, BLOCK):
+        zero_sums()
+        for d in range(0, depth, BLOCK):
+            multiply_tiles(square, np.int64(TILE_BYTES), q + d // 2 * LINE, np.int64(LINE))
+            square += SQUARE
+        store_sums(s + t * LINE, np.int64(LINE))
+
+
+@njit(**OPTIONS)
+def _add_values(p, v, acc, start, end, width):
+    """acc[number][row] += sum over keys start to end - 1 of v[number][key] * p[key][row], for a block of rows."""
+    for d in range(0, width, BLOCK):
+        load_sums(acc + d * LINE, np.int64(LINE))
+        square = v + (d // BLOCK * (KEYS // BLOCK) + start // BLOCK) * SQUARE
+        for t in range(start, end, BLOCK):
+            multiply_tiles(square, np.int64(TILE_BYTES), p + t // 2 * LINE, np.int64(LINE))
+            square += SQUARE
+        store_sums(acc + d * LINE, np.int64(LINE))
+
+
+@njit(**OPTIONS)
+def _transform(s, start, end, rows, k_scales, distances, transforms, has_edges):
+    """Scores s[start:end] of a block of rows times their factors, with soft cap and position bias; -inf where a row
+    does not see the key, if has_edges.
+
+    Args:
+        rows: address of the block's part of five facts, `facts_line` apart: see `_attend`.
+        k_scales: of the keys, [KEYS] float32; 0: none.
+        distances: of the keys from an origin that lies the row's shift before it, [KEYS] float32.
+    """
+    factors, shifts, slopes, starts, ends = rows
+    after = splat_wide(np.float32(transforms.after))
+    for c in range(0, LINE, STEP):
+        factor, lo, hi = load_wide(factors + c), load_wide(starts + c), load_wide(ends + c)
+        shift, slope = load_wide(shifts + c), load_wide(slopes + c)
+        for t in range(start, end):
+            x = mul(factor, load_wide(s + t * LINE + c))
+            if k_scales != 0:
+                x = mul(x, load_splat_wide(k_scales + t * 4))
+            if transforms.after != 0:
+                x = mul(after, tanh(x))
+            if transforms.bias != 0:
+                distance = sub(load_splat_wide(distances + t * 4), shift)
+                if transforms.bias >= 2:
+                    distance = absolute(distance)
+                    if transforms.bias == 3:
+                        distance = root(distance)
+                    distance = sub(splat_wide(np.float32(0)), distance)
+                x = fma(slope, distance, x)
+            if has_edges:
+                x = keep_between(x, splat_wide(np.float32(t)), lo, hi)
+            store(s + t * LINE + c, x)
+
+
+@njit(**OPTIONS)
+def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width):
+    """Scores s[start:end] times factors to weights, as words of two keys from s[start / 2] on, in place.
+
+    Args:
+        v_scales: of the keys, [KEYS] float32, which the weights are multiplied with; 0: none.
+        tops, sums: each row's largest score and sum of weights so far, [BLOCK] float32.
+        acc: [width][BLOCK] float32, rescaled where the largest score rises.
+    """
+    ahead = acc
+    for c in range(0, LINE, STEP):
+        factor, before, total_sums = load_wide(factors + c), load_wide(tops + c), load_wide(sums + c)
+        top = splat_wide(np.float32(-np.inf))
+        more = top
+        for x in range(s + start * LINE + c, s + end * LINE + c, 2 * LINE):
+            top, more = maximum(load_wide(x), top), maximum(load_wide(x + LINE), more)
+        top = maximum(mul(factor, maximum(top, more)), before)
+        # Finite, so that a row that has seen no key gets weights of 0.
+        shift = maximum(top, splat_wide(LEAST))
+        if any_above(top, before):
+            rescale = exp2(sub(before, shift))
+            for x in range(acc + c, acc + c + width * LINE, LINE):
+                store(x, mul(rescale, load_wide(x)))
+            total_sums = mul(rescale, total_sums)
+            store(tops + c, top)
+        shift, rest = sub(splat_wide(np.float32(0)), shift), splat_wide(np.float32(0))
+        for t in range(start, end, 2):
+            prefetch(ahead)
+            prefetch(ahead + 64)
+            ahead += 128
+            x = exp2(fma(factor, load_wide(s + t * LINE + c), shift))
+            y = exp2(fma(factor, load_wide(s + t * LINE + LINE + c), shift))
+            total_sums, rest = add(total_sums, x), add(rest, y)
+            if v_scales != 0:
+                x, y = mul(x, load_splat_wide(v_scales + t * 4)), mul(y, load_splat_wide(v_scales + t * 4 + 4))
+            store(s + t // 2 * LINE + c, words_of(rounded(x), rounded(y)))
+        store(sums + c, add(total_sums, rest))
+
+
+@njit(**OPTIONS)
+def _fill(addresses, start, end, value):
+    """`value` in place of addresses start to end - 1."""
+    for t in range(start, end):
+        store_int(addresses + t * 8, value)
+
+
+@njit(**OPTIONS)
+def _is_finite(acc, width):
+    """Whether eight rows' columns acc [width] are finite; width is a multiple of eight."""
+    a = splat(np.float32(0))
+    b, c, d = a, a, a
+    for x in range(acc, acc + width * LINE, 4 * LINE):
+        a, b = add(a, load_f32(x)), add(b, load_f32(x + LINE))
+        c, d = add(c, load_f32(x + 2 * LINE)), add(d, load_f32(x + 3 * LINE))
+    return np.isfinite(total(add(add(a, b), add(c, d))))
+
+
+@njit(**OPTIONS)
+def _word(acc, factor):
+    """Eight rows' results at two neighbouring numbers, in bfloat16."""
+    return words_of(rounded_even(mul(factor, load_f32(acc))), rounded_even(mul(factor, load_f32(acc + LINE))))
+
+
+@njit(**OPTIONS)
+def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, tag):
+    """Write the outputs of an item's rows; whether they are finite.
+
+    Args:
+        room: for [8][width] float32, and eight more.
+        tag: of V.
+    """
+    _, split, row_start, _, head = item
+    shape, finite, factors = call.shape, True, room + 8 * width * 4
+    in_words = call.tensors.out_kind == BFLOAT16 and call.scales.out == 0
+    for first in range(0, num_rows, 8):
+        block = acc + first // BLOCK * width * LINE + first % BLOCK * 4
+        finite = finite and _is_finite(block, shape.value_dim)
+        count = min(8, num_rows - first)
+        if in_words:
+            for i in range(count):
+                r = first + i
+                q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
+                m, l = load_one(tops + r * 4), load_one(sums + r * 4)
+                store_one(factors + i * 4, settle(call, q_head, q_row, split, m, l, tag))
+            factor = load_f32(factors)
+            for d in range(0, shape.value_dim, 16):
+                at = block + d * LINE
+                store_transposed(
+                    _word(at, factor),
+                    _word(at + 2 * LINE, factor),
+                    _word(at + 4 * LINE, factor),
+                    _word(at + 6 * LINE, factor),
+                    _word(at + 8 * LINE, factor),
+                    _word(at + 10 * LINE, factor),
+                    _word(at + 12 * LINE, factor),
+                    _word(at + 14 * LINE, factor),
+                    room + d * 2,
+                    width * 2,
+                )
+        else:
+            for d in range(0, shape.value_dim, 8):
+                at = block + d * LINE
+                store_transposed(
+                    load_f32(at),
+                    load_f32(at + LINE),
+                    load_f32(at + 2 * LINE),
+                    load_f32(at + 3 * LINE),
+                    load_f32(at + 4 * LINE),
+                    load_f32(at + 5 * LINE),
+                    load_f32(at + 6 * LINE),
+                    load_f32(at + 7 * LINE),
+                    room + d * 4,
+                    width * 4,
+                )
+        for i in range(count):
+            r = first + i
+            q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
+            m, l = load_one(tops + r * 4), load_one(sums + r * 4)
+            # Keys were seen, and no weight came of them: all scores are -inf.
+            finite = finite and not (l == 0 and bounds[r, 0] < bounds[r, 1])
+            if in_words:
+                target, source = find_output(call, q_head, q_row, split), room + i * width * 2
+                for d in range(0, shape.value_dim * 2, 16):
+                    store_upper(target + d, load_bf16(source + d))
+            else:
+                finish(call, q_head, q_row, split, m, l, room + i * width * 4, tag)
+    return finite
+
+
+@njit(**INLINED)
+def _attend(call, item, scratch, k_tag, v_tag):
+    """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
+    seq, _, row_start, row_end, head = item
+    q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, found, numbers = scratch
+    shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
+    table = call.rows.block_table[seq]
+    num_rows = (row_end - row_start) * shape.group
+    all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
+    depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
+    width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
+    start, first, last = find_bounds(call, item, bounds)
+    # Of each row: factor of its scores, largest score, sum, shift and slope of its bias; keys seen of the tile.
+    factors, tops, sums, shifts = facts, facts + facts_line, facts + 2 * facts_line, facts + 3 * facts_line
+    slopes, starts, ends, ones = (
+        shifts + facts_line,
+        shifts + 2 * facts_line,
+        shifts + 3 * facts_line,
+        facts + 7 * facts_line,
+    )
+    if transforms.bias != 0:
+        find_terms(call, item, terms)
+        for r in range(num_rows):
+            store_one(shifts + r * 4, terms[r, 0])
+            store_one(slopes + r * 4, terms[r, 1])
+    _load_queries(call, row_start, num_rows, head, q, depth, factors, query_room, k_tag)
+    for r in range(0, all_rows * 4, STEP):
+        store(tops + r, splat_wide(np.float32(-np.inf)))
+        store(sums + r, splat_wide(np.float32(0)))
+        store(ones + r, splat_wide(np.float32(1)))
+    for d in range(acc, acc + all_rows * width * 4, STEP):
+        store(d, splat_wide(np.float32(0)))
+
+    keys = found
+    next_keys, values, next_values, places = keys + KEYS * 8, keys + KEYS * 16, keys + KEYS * 24, keys + KEYS * 32
+    distances, k_scales, v_scales = numbers, numbers + KEYS * 4, numbers + KEYS * 8
+    k_head, v_head = head * tensors.k_strides[2], head * tensors.v_strides[2]
+    first_tile = first - (first - start) % KEYS
+    begin, end = first - first_tile, min(last - first_tile, KEYS)
+    find_rows(table, shape.block_size, first, end - begin, tensors.k, tensors.k_strides, next_keys + begin * 8)
+    find_rows(table, shape.block_size, first, end - begin, tensors.v, tensors.v_strides, next_values + begin * 8)
+    per_step = (KEYS * BLOCK + num_rows - 1) // num_rows  # rows of the next tile to ask for at each block
+    must_transform = scales.k != 0 or transforms.after != 0 or transforms.bias != 0
+    for tile in range(first_tile, last, KEYS):
+        begin, end = max(first - tile, 0), min(last - tile, KEYS)
+        keys, next_keys, values, next_values = next_keys, keys, next_values, values
+        num_next = max(min(last - tile - KEYS, KEYS), 0)
+        find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
+        find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
+        # Blocks of keys are met whole: zeros stand in for rows that must not be read.
+        block_begin, block_end = begin // BLOCK * BLOCK, (end + BLOCK - 1) // BLOCK * BLOCK
+        _fill(keys, block_begin, begin, zeros - k_head)
+        _fill(keys, end, block_end, zeros - k_head)
+        _fill(values, block_begin, begin, zeros - v_head)
+        _fill(values, end, block_end, zeros - v_head)
+        _load_keys(keys, block_begin, block_end, k_head, shape.head_dim, k, depth, k_tag)
+        _load_values(values, block_begin, block_end, v_head, shape.value_dim, v, v_tag)
+        if scales.k != 0:
+            offset, into = head * scales.k_strides[2], k_scales + begin * 4
+            find_scales(
+                table, shape.block_size, tile + begin, end - begin, scales.k, scales.k_strides, offset, places, into
+            )
+        if scales.v != 0:
+            offset, into = head * scales.v_strides[2], v_scales + begin * 4
+            find_scales(
+                table, shape.block_size, tile + begin, end - begin, scales.v, scales.v_strides, offset, places, into
+            )
+        if transforms.bias != 0:
+            origin = np.int64(call.rows.positions[row_start])
+            for t in range(KEYS):
+                store_one(distances + t * 4, np.float32(key_position(tile + t, shape) - origin))
+        asked = 0
+        for r in range(0, num_rows, BLOCK):
+            for t in range(asked, min(asked + per_step, num_next)):
+                ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
+                ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
+            asked += per_step
+            # The keys that one of the rows sees, and those that all of them see.
+            lo, hi, all_lo, all_hi = np.int64(KEYS), np.int64(0), np.int64(0), np.int64(KEYS)
+            for i in range(r, r + BLOCK):
+                row_lo, row_hi = max(bounds[i, 0] - tile, 0), min(bounds[i, 1] - tile, KEYS)
+                row_hi = max(row_hi, row_lo)
+                store_one(starts + i * 4, np.float32(row_lo))
+                store_one(ends + i * 4, np.float32(row_hi))
+                all_lo, all_hi = max(all_lo, row_lo), min(all_hi, row_hi)
+                if row_lo < row_hi:
+                    lo, hi = min(lo, row_lo), max(hi, row_hi)
+            if lo >= hi:
+                continue
+            lo, hi = lo // BLOCK * BLOCK, (hi + BLOCK - 1) // BLOCK * BLOCK
+            has_edges = lo < all_lo or all_hi < hi
+            _scores(k, q + r * depth * 2, s, lo, hi, depth)
+            row_factors, row_acc = factors + r * 4, acc + r * width * 4
+            if has_edges or must_transform:
+                rows = row_factors, shifts + r * 4, slopes + r * 4, starts + r * 4, ends + r * 4
+                by_key = k_scales if scales.k != 0 else np.int64(0)
+                _transform(s, lo, hi, rows, by_key, distances, transforms, has_edges)
+                row_factors = ones
+            by_value = v_scales if scales.v != 0 else np.int64(0)
+            _softmax(s, lo, hi, row_factors, by_value, tops + r * 4, sums + r * 4, row_acc, width)
+            _add_values(s, v, row_acc, lo, hi, width)
+    return _store_results(call, item, num_rows, tops, sums, acc, width, bounds, result_room, v_tag)
+
+
+@njit(**OPTIONS)
+def _shape_tiles(config):
+    """Make all tiles full ones; config: address of CONFIG_BYTES zeros."""
+    described = array_at(config, CONFIG_BYTES, np.uint8)
+    described[0] = 1  # the palette
+    for tile in range(8):
+        described[16 + 2 * tile] = TILE_BYTES
+        described[48 + tile] = TILE_ROWS
+    set_tiles(config)
+
+
+@njit(**INLINED)
+def work(call, k_tag, v_tag):
+    """Take prefill items until none is left; as `prefill.work`."""
+    items, max_rows, counter = call.prefill
+    shape, redo = call.shape, array_at(call.redo, len(items), np.uint8)
+    num_rows = (max_rows * shape.group + BLOCK - 1) // BLOCK * BLOCK
+    depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
+    width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
+    facts_line, bounds, terms = num_rows * 4, np.empty((num_rows, 2), np.int64), np.zeros((num_rows, 2), np.float32)
+    # All else in one piece of memory, every part at the beginning of a cache line.
+    memory = np.zeros(
+        num_rows * (depth * 2 + width * 4)
+        + KEYS * (depth * 2 + width * 2 + LINE + 52)
+        + depth * 20
+        + width * 32
+        + max(depth, width) * 4
+        + 8 * facts_line
+        + 64
+        + 2 * CONFIG_BYTES
+        + 63,
+        np.uint8,
+    )
+    q = (np.int64(memory.ctypes.data) + 63) // 64 * 64
+    acc = q + num_rows * depth * 2
+    k = acc + num_rows * width * 4
+    v = k + KEYS * depth * 2
+    s = v + KEYS * width * 2
+    found = s + KEYS * LINE
+    numbers = found + KEYS * 40
+    query_room = numbers + KEYS * 12
+    result_room = query_room + depth * 20
+    zeros = result_room + width * 32 + 64
+    facts = zeros + max(depth, width) * 4
+    before = facts + 8 * facts_line
+    scratch = (q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, found, numbers)
+    describe_tiles(before)
+    _shape_tiles(before + CONFIG_BYTES)
+    while True:
+        index = fetch_add(counter, 1)
+        if index >= len(items):
+            break
+        item = items[index]
+        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, k_tag, v_tag)
+        redo[index] = 0 if finite else 1
+    if array_at(before, 1, np.uint8)[0] != 0:
+        set_tiles(before)
+    else:
+        release_tiles()
