@@ -229,12 +229,13 @@ def test_vectors_of_sixteen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize(("which", "bad"), [("v", torch.nan), ("v", torch.inf), ("k", torch.nan)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_value_that_is_not_a_number_stays_with_its_rows(
-    which: str, bad: float, group: int, window: int | None
+    dtype: torch.dtype, which: str, bad: float, group: int, window: int | None
 ) -> None:
     """Rows of a prefill tile share vectors of keys; a bad V (or K) reaches the rows that see it and no others."""
     spec = AttentionSpec(2 * group, 2, 16, window_left=window)
-    problem = build(Case("bad", spec, (20,), (90,), 8, dtype=torch.float32))
+    problem = build(Case("bad", spec, (20,), (90,), 8, dtype=dtype))
     plan = make_plan(problem)
     clean, _ = attend(problem, plan)
     pages, position = getattr(problem.cache, f"{which}_cache"), 80
@@ -292,11 +293,14 @@ def test_items_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_tokens", [3, 20], ids=["decode", "prefill"])
 @pytest.mark.parametrize("key", [-1.5e38, -math.inf])
-def test_scores_as_low_as_they_get(key: float, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_as_low_as_they_get(
+    dtype: torch.dtype, key: float, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lowest scores still weigh; where all are -inf, nothing does, which is not a number and not a row of zeros."""
     monkeypatch.delattr(plain, "attend")
     spec = AttentionSpec(2, 1, 8, softmax_scale=1.0)
-    problem = build(Case("low", spec, (num_tokens,), (num_tokens,), 8, dtype=torch.float32))
+    problem = build(Case("low", spec, (num_tokens,), (num_tokens,), 8, dtype=dtype))
     problem.q.zero_()[..., 0] = 1
     problem.cache.k_cache.zero_()[..., 0] = key
     out, lse = attend(problem, make_plan(problem))

@@ -83,6 +83,11 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
     state.out[:, written] = result.out.to(state.out.dtype)
 
 
+def in_tiles(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype) -> bool:
+    """Whether prefill runs on matrix units."""
+    return q_dtype == torch.bfloat16 and {k_dtype, v_dtype} <= TILED and has_matrix_units()
+
+
 def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
     """Whether `append` serves these tensors."""
     return all(
@@ -171,8 +176,7 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
     key_bytes = spec.head_dim * k_dtype.itemsize + spec.v_dim * v_dtype.itemsize
     pair_flops = 2 * spec.group_size * (spec.head_dim + spec.v_dim)
     cost = spec.num_kv_heads * (work.decode_keys * key_bytes + work.prefill_pairs * pair_flops // FLOPS_PER_BYTE)
-    in_tiles = operands.q.dtype == torch.bfloat16 and {k_dtype, v_dtype} <= TILED and has_matrix_units()
-    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, in_tiles))
+    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, in_tiles(operands.q.dtype, k_dtype, v_dtype)))
     _WORKERS.run(kernel, job, _threads(cost))
     if len(items) and redo.any():
         # Again, a row at a time: the decode kernel touches only what a row sees.

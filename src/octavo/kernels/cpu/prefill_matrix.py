@@ -30,6 +30,7 @@ from octavo.kernels.cpu.simd import (
     exp2,
     fetch_add,
     fma,
+    inverse,
     load_bf16,
     load_f32,
     load_int,
@@ -69,7 +70,7 @@ from octavo.kernels.cpu.simd_matrix import (
     words_of,
     zero_sums,
 )
-from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, load, size_of
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, load, size_of, unit_of
 
 KEYS = 192
 """Keys of a tile of keys and values, a multiple of BLOCK."""
@@ -200,10 +201,14 @@ def _scores(k, q, s, start, end, depth):
 
 
 @njit(**OPTIONS)
-def _add_values(p, v, acc, start, end, width):
-    """acc[number][row] += sum over keys start to end - 1 of v[number][key] * p[key][row], for a block of rows."""
+def _add_values(p, v, acc, start, end, width, fresh):
+    """acc[number][row] = (0 if fresh else acc[number][row]) + sum over keys start to end - 1 of v[number][key] *
+    p[key][row], for a block of rows."""
     for d in range(0, width, BLOCK):
-        load_sums(acc + d * LINE, np.int64(LINE))
+        if fresh:
+            zero_sums()
+        else:
+            load_sums(acc + d * LINE, np.int64(LINE))
         square = v + (d // BLOCK * (KEYS // BLOCK) + start // BLOCK) * SQUARE
         for t in range(start, end, BLOCK):
             multiply_tiles(square, np.int64(TILE_BYTES), p + t // 2 * LINE, np.int64(LINE))
@@ -246,13 +251,13 @@ def _transform(s, start, end, rows, k_scales, distances, transforms, has_edges):
 
 
 @njit(**OPTIONS)
-def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width):
+def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width, fresh):
     """Scores s[start:end] times factors to weights, as words of two keys from s[start / 2] on, in place.
 
     Args:
         v_scales: of the keys, [KEYS] float32, which the weights are multiplied with; 0: none.
         tops, sums: each row's largest score and sum of weights so far, [BLOCK] float32.
-        acc: [width][BLOCK] float32, rescaled where the largest score rises.
+        acc: [width][BLOCK] float32, rescaled where the largest score rises, and asked for; not if fresh.
     """
     ahead = acc
     for c in range(0, LINE, STEP):
@@ -266,8 +271,9 @@ def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width):
         shift = maximum(top, splat_wide(LEAST))
         if any_above(top, before):
             rescale = exp2(sub(before, shift))
-            for x in range(acc + c, acc + c + width * LINE, LINE):
-                store(x, mul(rescale, load_wide(x)))
+            if not fresh:
+                for x in range(acc + c, acc + c + width * LINE, LINE):
+                    store(x, mul(rescale, load_wide(x)))
             total_sums = mul(rescale, total_sums)
             store(tops + c, top)
         shift, rest = sub(splat_wide(np.float32(0)), shift), splat_wide(np.float32(0))
@@ -292,17 +298,6 @@ def _fill(addresses, start, end, value):
 
 
 @njit(**OPTIONS)
-def _is_finite(acc, width):
-    """Whether eight rows' columns acc [width] are finite; width is a multiple of eight."""
-    a = splat(np.float32(0))
-    b, c, d = a, a, a
-    for x in range(acc, acc + width * LINE, 4 * LINE):
-        a, b = add(a, load_f32(x)), add(b, load_f32(x + LINE))
-        c, d = add(c, load_f32(x + 2 * LINE)), add(d, load_f32(x + 3 * LINE))
-    return np.isfinite(total(add(add(a, b), add(c, d))))
-
-
-@njit(**OPTIONS)
 def _word(acc, factor):
     """Eight rows' results at two neighbouring numbers, in bfloat16."""
     return words_of(rounded_even(mul(factor, load_f32(acc))), rounded_even(mul(factor, load_f32(acc + LINE))))
@@ -319,19 +314,26 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
     _, split, row_start, _, head = item
     shape, finite, factors = call.shape, True, room + 8 * width * 4
     in_words = call.tensors.out_kind == BFLOAT16 and call.scales.out == 0
+    # Otherwise a factor comes of a sum alone.
+    settled = call.tensors.lse != 0 or len(call.sinks) > 0
     for first in range(0, num_rows, 8):
         block = acc + first // BLOCK * width * LINE + first % BLOCK * 4
-        finite = finite and _is_finite(block, shape.value_dim)
         count = min(8, num_rows - first)
+        together = splat(np.float32(0))
+        more = together
         if in_words:
-            for i in range(count):
-                r = first + i
-                q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
-                m, l = load_one(tops + r * 4), load_one(sums + r * 4)
-                store_one(factors + i * 4, settle(call, q_head, q_row, split, m, l, tag))
-            factor = load_f32(factors)
+            factor = mul(inverse(load_f32(sums + first * 4)), splat(np.float32(unit_of(tag))))
+            if settled:
+                for i in range(count):
+                    r = first + i
+                    q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
+                    m, l = load_one(tops + r * 4), load_one(sums + r * 4)
+                    store_one(factors + i * 4, settle(call, q_head, q_row, split, m, l, tag))
+                factor = load_f32(factors)
             for d in range(0, shape.value_dim, 16):
                 at = block + d * LINE
+                for x in range(at, at + 16 * LINE, 2 * LINE):
+                    together, more = add(together, load_f32(x)), add(more, load_f32(x + LINE))
                 store_transposed(
                     _word(at, factor),
                     _word(at + 2 * LINE, factor),
@@ -347,6 +349,8 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
         else:
             for d in range(0, shape.value_dim, 8):
                 at = block + d * LINE
+                for x in range(at, at + 8 * LINE, 2 * LINE):
+                    together, more = add(together, load_f32(x)), add(more, load_f32(x + LINE))
                 store_transposed(
                     load_f32(at),
                     load_f32(at + LINE),
@@ -359,6 +363,7 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
                     room + d * 4,
                     width * 4,
                 )
+        finite = finite and np.isfinite(total(add(together, more)))
         for i in range(count):
             r = first + i
             q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
@@ -378,7 +383,7 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, _, row_start, row_end, head = item
-    q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, found, numbers = scratch
+    q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers = scratch
     shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
     table = call.rows.block_table[seq]
     num_rows = (row_end - row_start) * shape.group
@@ -404,8 +409,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
         store(tops + r, splat_wide(np.float32(-np.inf)))
         store(sums + r, splat_wide(np.float32(0)))
         store(ones + r, splat_wide(np.float32(1)))
-    for d in range(acc, acc + all_rows * width * 4, STEP):
-        store(d, splat_wide(np.float32(0)))
+    fresh[: all_rows // BLOCK] = 1
 
     keys = found
     next_keys, values, next_values, places = keys + KEYS * 8, keys + KEYS * 16, keys + KEYS * 24, keys + KEYS * 32
@@ -473,8 +477,14 @@ def _attend(call, item, scratch, k_tag, v_tag):
                 _transform(s, lo, hi, rows, by_key, distances, transforms, has_edges)
                 row_factors = ones
             by_value = v_scales if scales.v != 0 else np.int64(0)
-            _softmax(s, lo, hi, row_factors, by_value, tops + r * 4, sums + r * 4, row_acc, width)
-            _add_values(s, v, row_acc, lo, hi, width)
+            is_fresh = fresh[r // BLOCK] != 0
+            _softmax(s, lo, hi, row_factors, by_value, tops + r * 4, sums + r * 4, row_acc, width, is_fresh)
+            _add_values(s, v, row_acc, lo, hi, width, is_fresh)
+            fresh[r // BLOCK] = 0
+    for r in range(0, num_rows, BLOCK):
+        if fresh[r // BLOCK] != 0:  # rows that see no keys
+            for d in range(acc + r * width * 4, acc + (r + BLOCK) * width * 4, STEP):
+                store(d, splat_wide(np.float32(0)))
     return _store_results(call, item, num_rows, tops, sums, acc, width, bounds, result_room, v_tag)
 
 
@@ -498,6 +508,7 @@ def work(call, k_tag, v_tag):
     depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
     width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
     facts_line, bounds, terms = num_rows * 4, np.empty((num_rows, 2), np.int64), np.zeros((num_rows, 2), np.float32)
+    fresh = np.empty(num_rows // BLOCK, np.uint8)
     # All else in one piece of memory, every part at the beginning of a cache line.
     memory = np.zeros(
         num_rows * (depth * 2 + width * 4)
@@ -523,7 +534,7 @@ def work(call, k_tag, v_tag):
     zeros = result_room + width * 32 + 64
     facts = zeros + max(depth, width) * 4
     before = facts + 8 * facts_line
-    scratch = (q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, found, numbers)
+    scratch = (q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers)
     describe_tiles(before)
     _shape_tiles(before + CONFIG_BYTES)
     while True:

@@ -238,6 +238,13 @@ def mul(builder: Any, x: Any, y: Any) -> Any:
 
 
 @operation(V, V)
+def inverse(builder: Any, x: Any) -> Any:
+    """1 / x; 0 where x is 0."""
+    none = constant(0.0, x)
+    return builder.select(builder.fcmp_ordered("==", x, none), none, builder.fdiv(constant(1.0, x), x))
+
+
+@operation(V, V)
 def absolute(builder: Any, x: Any) -> Any:
     """|x|."""
     return math_of(builder, "fabs", x)
