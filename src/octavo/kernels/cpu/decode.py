@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from octavo.kernels.cpu import decode_float, decode_int8
-from octavo.kernels.cpu.decode_tile import HEADS, K_SCALES, ROOM, TILE, V_SCALES, VALUES
+from octavo.kernels.cpu.decode_tile import HEADS, K_SCALES, LINE, ROOM, TILE, V_SCALES, VALUES
 from octavo.kernels.cpu.native import find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     absolute,
@@ -40,32 +40,38 @@ from octavo.kernels.cpu.simd import (
     tanh,
 )
 from octavo.kernels.cpu.simd_eight_bit import store_i16
-from octavo.kernels.cpu.stored import INLINED, OPTIONS, from_pair, is_int8, to_pair
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, from_pair, is_int8, size_of, to_pair
+
+GROUP = 8
+"""KV heads of a page that are asked for together, K and V; the hardware follows 32 places where memory is read."""
+
+V_AHEAD = (GROUP * TILE + 1) * 8
+"""Where addresses of V that are asked for follow those of K."""
 
 
-def _scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
+def _scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
     """Scores of `count` keys against four heads: s[key][head].
 
     Args:
         k: where the addresses of the keys' rows stand, to which `offset` is added, and K_SCALES on those of their
             scales, to which scale_offset is added. One more row may be read where `count` is odd.
-        ahead, num_ahead, ahead_offset: likewise of the rows that come next.
+        ahead, num_ahead: where the addresses of rows stand that are asked for meanwhile, and how many.
         q: four rows as `_load_queries` leaves them, head_dim * 4 bytes each; factors: what int8 ones are multiplied
             with, [4, twice] float32.
     """
 
 
 @overload(_scores, jit_options=OPTIONS)
-def _choose_scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
+def _choose_scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
     return decode_int8.scores if tag.dtype == types.int8 else decode_float.scores
 
 
-def _add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+def _add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
     """acc[head] += s[key][head] * V[key] for four heads, in pair order; s: weights, and room behind them."""
 
 
 @overload(_add_values, jit_options=OPTIONS)
-def _choose_add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+def _choose_add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
     return decode_int8.add_values if tag.dtype == types.int8 else decode_float.add_values
 
 
@@ -205,6 +211,34 @@ def _find_tile(call, table, first, count, addresses):
 
 
 @njit(**OPTIONS)
+def _order(call, rows, count, head_start, head_end, ahead):
+    """In which order a tile's rows of some heads are asked for: their addresses at `ahead` and `ahead` + V_AHEAD.
+    Returns how many of K, and of V; rows, count: where addresses of head 0's stand, and how many.
+
+    The hardware brings more by itself within 4 KiB that are read in order and not all at once, and few requests of
+    ours are open at a time. So every 4 KiB is asked for a piece now and then, row by row for all heads.
+    """
+    k_head, v_head = call.tensors.k_strides[2], call.tensors.v_strides[2]
+    target = ahead
+    for t in range(count):
+        k_row, v_row = load_int(rows + t * 8), load_int(rows + VALUES + t * 8)
+        for h in range(head_start, head_end):
+            store_int(target, k_row + h * k_head)
+            store_int(target + V_AHEAD, v_row + h * v_head)
+            target += 8
+    return (target - ahead) // 8
+
+
+@njit(**OPTIONS)
+def _ask_for_rows(rows, count, num_bytes):
+    """Bring rows nearer, whose addresses stand at `rows`."""
+    for t in range(count):
+        row = load_int(rows + t * 8)
+        for line in range(0, num_bytes, LINE):
+            prefetch(row + line)
+
+
+@njit(**OPTIONS)
 def _ask(addresses, count, offset):
     """Bring scales nearer while other work goes on; those of four keys mostly share a line."""
     for t in range(0, count, 4):
@@ -215,12 +249,12 @@ def _ask(addresses, count, offset):
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, first KV head, end)."""
     seq, split, row_start, row_end, head_start, head_end = item
-    q, acc, state, s, slopes, addresses, factors = scratch
+    q, acc, state, s, slopes, addresses, factors, ahead = scratch
     shape, tensors, rows, scales = call.shape, call.tensors, call.rows, call.scales
     blocks = (shape.group + HEADS - 1) // HEADS  # of four query heads, per KV head
     per_row = (head_end - head_start) * blocks
     q_base, acc_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data)
-    state_base, s_base = np.int64(state.ctypes.data), np.int64(s.ctypes.data)
+    state_base, s_base, asked = np.int64(state.ctypes.data), np.int64(s.ctypes.data), np.int64(ahead.ctypes.data)
     q_size, acc_size = HEADS * shape.head_dim * 4, HEADS * shape.value_dim * 4  # of a block
     here, factors_base = np.int64(addresses.ctypes.data), np.int64(factors.ctypes.data)
     there = here + 4 * ROOM * 8
@@ -245,67 +279,77 @@ def _attend(call, item, scratch, k_tag, v_tag):
 
     # Tiles begin at multiples from the split's start: where a row's sums are cut must not depend on its neighbours.
     tile = first - (first - start) % TILE
-    num_next = min(TILE, last - tile)
+    num_next, num_heads = min(TILE, last - tile), head_end - head_start
+    # Where a page's heads lie together, they are asked for one by one: the next row's are far.
+    per_group = GROUP if k_head > tensors.k_strides[1] else 1
+    num_groups = (num_heads + per_group - 1) // per_group
+    edge = head_start + num_heads // num_groups
     _find_tile(call, table, tile, num_next, there)
+    num_asked = _order(call, there, num_next, head_start, edge, asked)
+    _ask_for_rows(asked, num_asked, shape.head_dim * size_of(k_tag))
+    _ask_for_rows(asked + V_AHEAD, num_asked, shape.value_dim * size_of(v_tag))
     while tile < last:
         end = tile + num_next
         here, there = there, here
         num_next = min(TILE, last - end)
         _find_tile(call, table, end, num_next, there)
-        for h in range(head_start, head_end):
-            for row in range(row_start, row_end):
-                lo = max(tile, start, np.int64(rows.lo[row]))
-                count = min(end, np.int64(rows.hi[row])) - lo
-                if count <= 0:
-                    continue
-                keys = here + (lo - tile) * 8
-                ahead, ahead_head, num_ahead = keys, h + 1, count
-                if h + 1 == head_end:
-                    ahead, ahead_head, num_ahead = there, head_start, num_next
-                if row > row_start:
-                    num_ahead = 0
-                if scales.k != 0:
-                    _ask(ahead + K_SCALES, num_ahead, ahead_head * scales.k_strides[2])
-                if scales.v != 0:
-                    _ask(ahead + V_SCALES, num_ahead, ahead_head * scales.v_strides[2])
-                for b in range(blocks):
-                    i = (row - row_start) * per_row + (h - head_start) * blocks + b
-                    if b > 0:
-                        num_ahead = 0
-                    _scores(
-                        keys,
-                        count,
-                        h * k_head,
-                        ahead,
-                        num_ahead,
-                        ahead_head * k_head,
-                        q_base + i * q_size,
-                        shape.head_dim,
-                        s_base,
-                        h * scales.k_strides[2],
-                        factors_base + i * 32,
-                        k_tag,
-                    )
-                    if transforms.after != 0 or transforms.bias != 0:
-                        lanes = slopes_base + ((h - head_start) * blocks + b) * 32
-                        _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
-                    if count % 2 == 1:
-                        s[count] = -np.inf  # what the pair's second key gave
-                    _softmax(s_base, count, state_base + i * 64, acc_base + i * acc_size, shape.value_dim)
+        for group in range(num_groups):
+            # While a group of heads is worked on, the next one is asked for.
+            group_start = head_start + num_heads * group // num_groups
+            group_end = head_start + num_heads * (group + 1) // num_groups
+            if group_end < head_end:
+                after = head_start + num_heads * (group + 2) // num_groups
+                num_asked = _order(call, here, end - tile, group_end, after, asked)
+            else:
+                num_asked = _order(call, there, num_next, head_start, edge, asked)
+            for h in range(group_start, group_end):
+                done = num_asked * (h - group_start) // (group_end - group_start)
+                todo = num_asked * (h + 1 - group_start) // (group_end - group_start)
+                for row in range(row_start, row_end):
+                    lo = max(tile, start, np.int64(rows.lo[row]))
+                    count = min(end, np.int64(rows.hi[row])) - lo
+                    if count <= 0:
+                        continue
+                    keys = here + (lo - tile) * 8
+                    if scales.k != 0:
+                        _ask(there + K_SCALES, num_next, h * scales.k_strides[2])
                     if scales.v != 0:
-                        _scale(s_base, count, keys + V_SCALES, h * scales.v_strides[2])
-                    _add_values(
-                        keys + VALUES,
-                        count,
-                        h * v_head,
-                        ahead + VALUES,
-                        num_ahead,
-                        ahead_head * v_head,
-                        s_base,
-                        acc_base + i * acc_size,
-                        shape.value_dim,
-                        v_tag,
-                    )
+                        _ask(there + V_SCALES, num_next, h * scales.v_strides[2])
+                    for b in range(blocks):
+                        i = (row - row_start) * per_row + (h - head_start) * blocks + b
+                        _scores(
+                            keys,
+                            count,
+                            h * k_head,
+                            asked + done * 8,
+                            todo - done,
+                            q_base + i * q_size,
+                            shape.head_dim,
+                            s_base,
+                            h * scales.k_strides[2],
+                            factors_base + i * 32,
+                            k_tag,
+                        )
+                        if transforms.after != 0 or transforms.bias != 0:
+                            lanes = slopes_base + ((h - head_start) * blocks + b) * 32
+                            _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
+                        if count % 2 == 1:
+                            s[count] = -np.inf  # what the pair's second key gave
+                        _softmax(s_base, count, state_base + i * 64, acc_base + i * acc_size, shape.value_dim)
+                        if scales.v != 0:
+                            _scale(s_base, count, keys + V_SCALES, h * scales.v_strides[2])
+                        _add_values(
+                            keys + VALUES,
+                            count,
+                            h * v_head,
+                            asked + V_AHEAD + done * 8,
+                            todo - done,
+                            s_base,
+                            acc_base + i * acc_size,
+                            shape.value_dim,
+                            v_tag,
+                        )
+                        done = todo
         tile = end
 
     for row in range(row_start, row_end):
@@ -331,6 +375,7 @@ def work(call, k_tag, v_tag):
         np.empty((units, 8), np.float32),
         np.empty((8, ROOM), np.int64),
         np.empty((units, 8), np.float32),
+        np.empty((2, GROUP * TILE + 1), np.int64),
     )
     while True:
         index = fetch_add(counter, 1)

@@ -10,7 +10,7 @@ from octavo.kernels.cpu.simd_eight_bit import no_codes
 from octavo.kernels.cpu.stored import load, load_pair, note, size_of, with_noted, with_rows_noted
 
 
-def scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
+def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
     """`decode._scores` of float keys; q in pair order, scaled."""
     size, stride = size_of(tag), head_dim * 4
     zero = splat(np.float32(0))
@@ -18,8 +18,8 @@ def scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, sca
         ka = load_int(k + t * 8) + offset
         kb = load_int(k + t * 8 + 8) + offset
         if t < num_ahead:
-            pa = load_int(ahead + t * 8) + ahead_offset
-            pb = load_int(ahead + t * 8 + 8) + ahead_offset
+            pa = load_int(ahead + t * 8)
+            pb = load_int(ahead + t * 8 + 8)
             for line in range(0, head_dim * size, LINE):
                 prefetch(pa + line)
                 prefetch(pb + line)
@@ -62,7 +62,7 @@ def scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, sca
         store(s + t * 16, with_rows_noted(totals(a0, a1, a2, a3, b0, b1, b2, b3), noted_a, noted_b, tag))
 
 
-def add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
     """`decode._add_values` of float values; sixteen numbers of V's width at a time."""
     size, stride = size_of(tag), value_dim * 4
     per_pass = (num_ahead * 16 + value_dim - 1) // value_dim  # spread over the passes: few fetches fit at a time
@@ -70,7 +70,7 @@ def add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_d
     for d in range(0, value_dim - 8, 16):
         r = acc + d * 4
         for i in range(asked, min(asked + per_pass, num_ahead)):
-            row = load_int(ahead + i * 8) + ahead_offset
+            row = load_int(ahead + i * 8)
             for line in range(0, value_dim * size, LINE):
                 prefetch(row + line)
         asked += per_pass

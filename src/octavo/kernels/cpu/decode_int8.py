@@ -48,15 +48,15 @@ LEAST = np.float32(2.0**-111)
 """What counts as the largest weight of a tile where all are smaller: TOP over it is finite."""
 
 
-def scores(k, count, offset, ahead, num_ahead, ahead_offset, q, head_dim, s, scale_offset, factors, tag):
+def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
     """`decode._scores` of int8 keys; q: [head_dim] int16 of each row."""
     stride, factor = head_dim * 4, load_f32(factors)
     for t in range(0, count, 2):
         ka, kb = load_int(k + t * 8) + offset, load_int(k + t * 8 + 8) + offset
         sa, sb = load_int(k + K_SCALES + t * 8) + scale_offset, load_int(k + K_SCALES + t * 8 + 8) + scale_offset
         if t < num_ahead:
-            pa = load_int(ahead + t * 8) + ahead_offset
-            pb = load_int(ahead + t * 8 + 8) + ahead_offset
+            pa = load_int(ahead + t * 8)
+            pb = load_int(ahead + t * 8 + 8)
             for d in range(0, head_dim, LINE):
                 prefetch(pa + d)
                 prefetch(pb + d)
@@ -109,7 +109,7 @@ def _round_weights(s, count, weights, factors):
     store(factors, fma(top, splat(np.float32(1) / TOP), rest))
 
 
-def add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_dim, tag):
+def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
     """`decode._add_values` of int8 values."""
     weights, factors = s + TILE * 16, s + TILE * 24
     _round_weights(s, count, weights, factors)
@@ -120,7 +120,7 @@ def add_values(v, count, offset, ahead, num_ahead, ahead_offset, s, acc, value_d
     f2, f3 = load_splat(factors + 8), load_splat(factors + 12)
     for d in range(0, value_dim - 8, 16):
         for i in range(asked, min(asked + per_pass, num_ahead)):
-            row = load_int(ahead + i * 8) + ahead_offset
+            row = load_int(ahead + i * 8)
             for line in range(0, value_dim, LINE):
                 prefetch(row + line)
         asked += per_pass
