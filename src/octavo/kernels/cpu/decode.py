@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from octavo.kernels.cpu import decode_float, decode_int8
-from octavo.kernels.cpu.decode_tile import HEADS, K_SCALES, LINE, ROOM, TILE, V_SCALES, VALUES
+from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES
 from octavo.kernels.cpu.native import find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     absolute,
@@ -43,7 +43,7 @@ from octavo.kernels.cpu.simd_eight_bit import store_i16
 from octavo.kernels.cpu.stored import INLINED, OPTIONS, from_pair, is_int8, size_of, to_pair
 
 GROUP = 8
-"""KV heads of a page that are asked for together, K and V; the hardware follows 32 places where memory is read."""
+"""KV heads, or tiles, that are asked for together, K and V: the hardware follows 32 places where memory is read."""
 
 V_AHEAD = (GROUP * TILE + 1) * 8
 """Where addresses of V that are asked for follow those of K."""
@@ -211,21 +211,37 @@ def _find_tile(call, table, first, count, addresses):
 
 
 @njit(**OPTIONS)
-def _order(call, rows, count, head_start, head_end, ahead):
-    """In which order a tile's rows of some heads are asked for: their addresses at `ahead` and `ahead` + V_AHEAD.
-    Returns how many of K, and of V; rows, count: where addresses of head 0's stand, and how many.
+def _find_tiles(call, table, first, last, num_tiles, addresses):
+    """`_find_tile` of the tiles from key `first` on, each FOUND bytes further on. Returns the end of their keys."""
+    end = min(first + num_tiles * TILE, last)
+    while first < end:
+        _find_tile(call, table, first, min(TILE, end - first), addresses)
+        first += TILE
+        addresses += FOUND
+    return end
+
+
+@njit(**OPTIONS)
+def _order(call, tiles, count, head_start, head_end, ahead):
+    """In which order rows of some heads are asked for: their addresses at `ahead`, and V's V_AHEAD further on. Returns
+    how many of K, and of V.
 
     The hardware brings more by itself within 4 KiB that are read in order and not all at once, and few requests of
-    ours are open at a time. So every 4 KiB is asked for a piece now and then, row by row for all heads.
+    ours are open at a time. So every 4 KiB is asked for a piece now and then, row by row for all heads and tiles.
+
+    Args:
+        tiles, count: see `_find_tiles`, and keys of all.
     """
-    k_head, v_head = call.tensors.k_strides[2], call.tensors.v_strides[2]
-    target = ahead
-    for t in range(count):
-        k_row, v_row = load_int(rows + t * 8), load_int(rows + VALUES + t * 8)
-        for h in range(head_start, head_end):
-            store_int(target, k_row + h * k_head)
-            store_int(target + V_AHEAD, v_row + h * v_head)
-            target += 8
+    k_head, v_head, target = call.tensors.k_strides[2], call.tensors.v_strides[2], ahead
+    for t in range(min(TILE, count)):
+        rows = tiles + t * 8
+        for _ in range(t, count, TILE):
+            k_row, v_row = load_int(rows), load_int(rows + VALUES)
+            for h in range(head_start, head_end):
+                store_int(target, k_row + h * k_head)
+                store_int(target + V_AHEAD, v_row + h * v_head)
+                target += 8
+            rows += FOUND
     return (target - ahead) // 8
 
 
@@ -246,21 +262,78 @@ def _ask(addresses, count, offset):
 
 
 @njit(**INLINED)
+def _meet(call, item, scratch, tile, h, asked, num_asked, k_tag, v_tag):
+    """An item's rows of KV head h meet a tile.
+
+    Args:
+        tile: its first key, the end, and where their addresses stand.
+        asked, num_asked: rows that are asked for meanwhile, see `_order`.
+    """
+    seq, split, row_start, row_end, head_start, head_end = item
+    q, acc, state, s, slopes, _, factors, _ = scratch
+    shape, tensors, transforms, rows, scales = call.shape, call.tensors, call.transforms, call.rows, call.scales
+    s_base, slopes_base = np.int64(s.ctypes.data), np.int64(slopes.ctypes.data)
+    start, blocks = np.int64(rows.kv_splits[seq, split]), (shape.group + HEADS - 1) // HEADS
+    for row in range(row_start, row_end):
+        lo = max(tile[0], start, np.int64(rows.lo[row]))
+        count = min(tile[1], np.int64(rows.hi[row])) - lo
+        if count <= 0:
+            continue
+        keys = tile[2] + (lo - tile[0]) * 8
+        for b in range(blocks):
+            block = (h - head_start) * blocks + b
+            i = (row - row_start) * (head_end - head_start) * blocks + block
+            row_acc = np.int64(acc.ctypes.data) + i * HEADS * shape.value_dim * 4
+            _scores(
+                keys,
+                count,
+                h * tensors.k_strides[2],
+                asked,
+                num_asked,
+                np.int64(q.ctypes.data) + i * HEADS * shape.head_dim * 4,
+                shape.head_dim,
+                s_base,
+                h * scales.k_strides[2],
+                np.int64(factors.ctypes.data) + i * 32,
+                k_tag,
+            )
+            if transforms.after != 0 or transforms.bias != 0:
+                lanes = slopes_base + block * 32
+                _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
+            if count % 2 == 1:
+                s[count] = -np.inf  # what the pair's second key gave
+            _softmax(s_base, count, np.int64(state.ctypes.data) + i * 64, row_acc, shape.value_dim)
+            if scales.v != 0:
+                _scale(s_base, count, keys + V_SCALES, h * scales.v_strides[2])
+            _add_values(
+                keys + VALUES,
+                count,
+                h * tensors.v_strides[2],
+                asked + V_AHEAD,
+                num_asked,
+                s_base,
+                row_acc,
+                shape.value_dim,
+                v_tag,
+            )
+            num_asked = 0
+
+
+@njit(**INLINED)
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, first KV head, end)."""
     seq, split, row_start, row_end, head_start, head_end = item
-    q, acc, state, s, slopes, addresses, factors, ahead = scratch
+    q, acc, state, _, slopes, addresses, factors, ahead = scratch
     shape, tensors, rows, scales = call.shape, call.tensors, call.rows, call.scales
     blocks = (shape.group + HEADS - 1) // HEADS  # of four query heads, per KV head
     per_row = (head_end - head_start) * blocks
     q_base, acc_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data)
-    state_base, s_base, asked = np.int64(state.ctypes.data), np.int64(s.ctypes.data), np.int64(ahead.ctypes.data)
+    asked = np.int64(ahead.ctypes.data)
     q_size, acc_size = HEADS * shape.head_dim * 4, HEADS * shape.value_dim * 4  # of a block
     here, factors_base = np.int64(addresses.ctypes.data), np.int64(factors.ctypes.data)
-    there = here + 4 * ROOM * 8
-    k_head, v_head, table = tensors.k_strides[2], tensors.v_strides[2], rows.block_table[seq]
-    transforms, slopes_base = call.transforms, np.int64(slopes.ctypes.data)
-    if transforms.bias != 0:
+    there = here + GROUP * FOUND
+    table = rows.block_table[seq]
+    if call.transforms.bias != 0:
         for h in range(head_start, head_end):
             _load_slopes(call, h, slopes[(h - head_start) * blocks :])
     start, stop = np.int64(rows.kv_splits[seq, split]), np.int64(rows.kv_splits[seq, split + 1])
@@ -277,80 +350,43 @@ def _attend(call, item, scratch, k_tag, v_tag):
     state[:units, :8] = -np.inf
     state[:units, 8:] = 0
 
-    # Tiles begin at multiples from the split's start: where a row's sums are cut must not depend on its neighbours.
-    tile = first - (first - start) % TILE
-    num_next, num_heads = min(TILE, last - tile), head_end - head_start
-    # Where a page's heads lie together, they are asked for one by one: the next row's are far.
-    per_group = GROUP if k_head > tensors.k_strides[1] else 1
-    num_groups = (num_heads + per_group - 1) // per_group
+    # Heads and tiles are asked for together; one by one where a page's heads lie together: a head's rows are far apart.
+    num_heads = head_end - head_start
+    together = GROUP if num_heads == 1 or tensors.k_strides[2] > tensors.k_strides[1] else 1
+    num_groups, num_tiles = (num_heads + together - 1) // together, max(together // num_heads, 1)
     edge = head_start + num_heads // num_groups
-    _find_tile(call, table, tile, num_next, there)
-    num_asked = _order(call, there, num_next, head_start, edge, asked)
+    # Tiles begin at multiples from the split's start: where a row's sums are cut must not depend on its neighbours.
+    end = first - (first - start) % TILE
+    next_end = _find_tiles(call, table, end, last, num_tiles, there)
+    num_asked = _order(call, there, next_end - end, head_start, edge, asked)
     _ask_for_rows(asked, num_asked, shape.head_dim * size_of(k_tag))
     _ask_for_rows(asked + V_AHEAD, num_asked, shape.value_dim * size_of(v_tag))
-    while tile < last:
-        end = tile + num_next
+    while end < last:
+        set_start, end = end, next_end
         here, there = there, here
-        num_next = min(TILE, last - end)
-        _find_tile(call, table, end, num_next, there)
+        next_end = _find_tiles(call, table, end, last, num_tiles, there)
         for group in range(num_groups):
             # While a group of heads is worked on, the next one is asked for.
             group_start = head_start + num_heads * group // num_groups
             group_end = head_start + num_heads * (group + 1) // num_groups
             if group_end < head_end:
-                after = head_start + num_heads * (group + 2) // num_groups
-                num_asked = _order(call, here, end - tile, group_end, after, asked)
+                last_head = head_start + num_heads * (group + 2) // num_groups
+                num_asked = _order(call, here, end - set_start, group_end, last_head, asked)
             else:
-                num_asked = _order(call, there, num_next, head_start, edge, asked)
-            for h in range(group_start, group_end):
-                done = num_asked * (h - group_start) // (group_end - group_start)
-                todo = num_asked * (h + 1 - group_start) // (group_end - group_start)
-                for row in range(row_start, row_end):
-                    lo = max(tile, start, np.int64(rows.lo[row]))
-                    count = min(end, np.int64(rows.hi[row])) - lo
-                    if count <= 0:
-                        continue
-                    keys = here + (lo - tile) * 8
+                num_asked = _order(call, there, next_end - end, head_start, edge, asked)
+            steps, step, todo = (end - set_start + TILE - 1) // TILE * (group_end - group_start), 0, 0
+            for tile in range(set_start, end, TILE):
+                place = (tile - set_start) // TILE * FOUND
+                after, num_after = there + place, min(TILE, next_end - end - (tile - set_start))
+                for h in range(group_start, group_end):
+                    step += 1
+                    done, todo = todo, num_asked * step // steps
                     if scales.k != 0:
-                        _ask(there + K_SCALES, num_next, h * scales.k_strides[2])
+                        _ask(after + K_SCALES, num_after, h * scales.k_strides[2])
                     if scales.v != 0:
-                        _ask(there + V_SCALES, num_next, h * scales.v_strides[2])
-                    for b in range(blocks):
-                        i = (row - row_start) * per_row + (h - head_start) * blocks + b
-                        _scores(
-                            keys,
-                            count,
-                            h * k_head,
-                            asked + done * 8,
-                            todo - done,
-                            q_base + i * q_size,
-                            shape.head_dim,
-                            s_base,
-                            h * scales.k_strides[2],
-                            factors_base + i * 32,
-                            k_tag,
-                        )
-                        if transforms.after != 0 or transforms.bias != 0:
-                            lanes = slopes_base + ((h - head_start) * blocks + b) * 32
-                            _transform(s_base, count, lo, np.int64(rows.positions[row]), lanes, transforms, shape)
-                        if count % 2 == 1:
-                            s[count] = -np.inf  # what the pair's second key gave
-                        _softmax(s_base, count, state_base + i * 64, acc_base + i * acc_size, shape.value_dim)
-                        if scales.v != 0:
-                            _scale(s_base, count, keys + V_SCALES, h * scales.v_strides[2])
-                        _add_values(
-                            keys + VALUES,
-                            count,
-                            h * v_head,
-                            asked + V_AHEAD + done * 8,
-                            todo - done,
-                            s_base,
-                            acc_base + i * acc_size,
-                            shape.value_dim,
-                            v_tag,
-                        )
-                        done = todo
-        tile = end
+                        _ask(after + V_SCALES, num_after, h * scales.v_strides[2])
+                    keys = (tile, min(tile + TILE, end), here + place)
+                    _meet(call, item, scratch, keys, h, asked + done * 8, todo - done, k_tag, v_tag)
 
     for row in range(row_start, row_end):
         for h in range(head_start, head_end):
@@ -373,7 +409,7 @@ def work(call, k_tag, v_tag):
         np.empty((units, 16), np.float32),
         np.empty((2 * TILE, HEADS), np.float32),
         np.empty((units, 8), np.float32),
-        np.empty((8, ROOM), np.int64),
+        np.empty((2, GROUP * FOUND // 8), np.int64),
         np.empty((units, 8), np.float32),
         np.empty((2, GROUP * TILE + 1), np.int64),
     )

@@ -14,5 +14,8 @@ ROOM = TILE + 2
 VALUES, K_SCALES, V_SCALES = (ROOM * 8 * i for i in range(1, 4))
 """Where a tile's addresses of rows of V, and of scales of K and V, follow those of rows of K."""
 
+FOUND = ROOM * 8 * 4
+"""Bytes of all of them."""
+
 LINE = 64
 """Bytes of a cache line."""
