@@ -9,12 +9,16 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu import compiled, prefill_matrix
+from octavo.kernels.cpu.native import array_at
 from octavo.kernels.cpu.simd import fma, load_bf16_even, load_bf16_odd, load_f32, load_splat, splat, store
-from octavo.kernels.cpu.simd_matrix import BLOCK
+from octavo.kernels.cpu.simd_matrix import BLOCK, CONFIG_BYTES, TILE_BYTES, TILE_ROWS
 from octavo.kernels.cpu.stored import OPTIONS
 
 _SUMS, _LEFT = np.full((BLOCK, BLOCK), np.nan, np.float32), np.empty(BLOCK, np.float32)
-SUMS, LEFT, ROW = int(_SUMS.ctypes.data), int(_LEFT.ctypes.data), BLOCK * 4
+faults = np.zeros(1, np.int64)
+"""Descriptions of tiles that were not right."""
+
+SUMS, LEFT, FAULTS, ROW = int(_SUMS.ctypes.data), int(_LEFT.ctypes.data), int(faults.ctypes.data), BLOCK * 4
 
 
 @njit(**OPTIONS)
@@ -52,8 +56,17 @@ def multiply_tiles(a, a_line, b, b_line):
 
 
 @njit(**OPTIONS)
-def about_tiles(_address):
-    pass
+def set_tiles(address):
+    """Full tiles and nothing else: a unit faults where bytes that mean nothing are not 0."""
+    described = array_at(address, CONFIG_BYTES, np.uint8)
+    faults = array_at(np.int64(FAULTS), 1, np.int64)
+    if described[0] != 1 or described.sum() != 1 + 8 * (TILE_ROWS + TILE_BYTES):
+        faults[0] += 1
+
+
+@njit(**OPTIONS)
+def describe_tiles(address):
+    array_at(address, CONFIG_BYTES, np.uint8)[:] = 0
 
 
 @njit(**OPTIONS)
@@ -63,8 +76,6 @@ def release_tiles():
 
 def stand_in() -> None:
     """Let the kernels use these."""
-    for one in (zero_sums, load_sums, store_sums, multiply_tiles, release_tiles):
+    for one in (zero_sums, load_sums, store_sums, multiply_tiles, set_tiles, describe_tiles, release_tiles):
         setattr(prefill_matrix, one.__name__, one)
-    for name in ("set_tiles", "describe_tiles"):
-        setattr(prefill_matrix, name, about_tiles)
     compiled.has_matrix_units = lambda: True

@@ -66,9 +66,10 @@ def compiled(name: str) -> Any:
 
 @cache
 def _functions() -> dict[str, Callable[[int], None]]:
-    """What is compiled. Numba tells what it keeps of a function by the function's own code and the variables that it
-    closes over: hence `sources`, never 0, so that a change anywhere in the kernels is noticed. One name a pair of
-    dtypes, as two processes that compile two versions of one name at once can give both the same number."""
+    """What is compiled. Numba tells what it keeps of a function by the function's own code and by the variables that it
+    closes over, which must be numbers and types: functions look different in every process. Hence `sources`, never
+    0, so that a change anywhere in the kernels is noticed. One name a pair of dtypes, as two processes that compile two
+    versions of one name at once can give both the same number."""
     sources = _checksum()
 
     def append(job):
@@ -86,7 +87,6 @@ def _functions() -> dict[str, Callable[[int], None]]:
 
 def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool, sources: int) -> Callable[[int], None]:
     k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
-    prefill_work = prefill_matrix.work if in_tiles else prefill.work
 
     def run(job):
         if sources:
@@ -94,10 +94,19 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool,
             if len(call.decode.items) > 0:
                 decode.work(call, k_tag, v_tag)
             if len(call.prefill.items) > 0:
-                prefill_work(call, k_tag, v_tag)
+                prefill.work(call, k_tag, v_tag)
 
-    run.__name__ = run.__qualname__ = attend(k_dtype, v_dtype, in_tiles)
-    return run
+    def run_in_tiles(job):
+        if sources:
+            call = call_of(job)
+            if len(call.decode.items) > 0:
+                decode.work(call, k_tag, v_tag)
+            if len(call.prefill.items) > 0:
+                prefill_matrix.work(call, k_tag, v_tag)
+
+    made = run_in_tiles if in_tiles else run
+    made.__name__ = made.__qualname__ = attend(k_dtype, v_dtype, in_tiles)
+    return made
 
 
 def _checksum() -> int:

@@ -276,17 +276,21 @@ def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width, fresh):
                     store(x, mul(rescale, load_wide(x)))
             total_sums = mul(rescale, total_sums)
             store(tops + c, top)
-        shift, rest = sub(splat_wide(np.float32(0)), shift), splat_wide(np.float32(0))
+        rest = splat_wide(np.float32(0))
         for t in range(start, end, 2):
             prefetch(ahead)
             prefetch(ahead + 64)
             ahead += 128
-            x = exp2(fma(factor, load_wide(s + t * LINE + c), shift))
-            y = exp2(fma(factor, load_wide(s + t * LINE + LINE + c), shift))
+            # Rounded as the largest was: of scores in the billions a fused step would leave more than 0.
+            x = exp2(sub(mul(factor, load_wide(s + t * LINE + c)), shift))
+            y = exp2(sub(mul(factor, load_wide(s + t * LINE + LINE + c)), shift))
             total_sums, rest = add(total_sums, x), add(rest, y)
             if v_scales != 0:
                 x, y = mul(x, load_splat_wide(v_scales + t * 4)), mul(y, load_splat_wide(v_scales + t * 4 + 4))
-            store(s + t // 2 * LINE + c, words_of(rounded(x), rounded(y)))
+                x, y = rounded_even(x), rounded_even(y)  # a scale may be any NaN
+            else:
+                x, y = rounded(x), rounded(y)
+            store(s + t // 2 * LINE + c, words_of(x, y))
         store(sums + c, add(total_sums, rest))
 
 
@@ -548,3 +552,5 @@ def work(call, k_tag, v_tag):
         set_tiles(before)
     else:
         release_tiles()
+    # Numba frees what is not named any more, whoever has its address.
+    memory[0] = 0

@@ -357,7 +357,7 @@ def _polynomial(builder: Any, x: Any, *factors: float) -> Any:
 
 @operation(V, V)
 def exp2(builder: Any, x: Any) -> Any:
-    """2 ** x for x < 128, within 3 ulp; some number below 2 ** -126 between -127 and -126, 0 from -127 down (also for
+    """2 ** x for x < 127, within 3 ulp; some number below 2 ** -126 between -127 and -126, 0 from -127 down (also for
     -inf); NaN stays NaN."""
     # At -127 the polynomial is 1 and the exponent comes to nothing: a zero.
     x, magic = _larger(builder, constant(-127.0, x), x), constant(1.5 * 2**23, x)
@@ -368,7 +368,9 @@ def exp2(builder: Any, x: Any) -> Any:
     value = _polynomial(builder, rest, 1.3264727e-3, 9.6715127e-3, 5.5507337e-2, 2.4022242e-1, 6.9314698e-1, 1.0)
     ints = ir.VectorType(I32, x.type.count)
     exponent = builder.shl(builder.bitcast(shifted, ints), int_constant(23, x))
-    return builder.bitcast(builder.add(builder.bitcast(value, ints), exponent), x.type)
+    # As a factor: added to the value's bits it would make numbers of some NaN.
+    factor = builder.bitcast(builder.add(exponent, int_constant(127 << 23, x)), x.type)
+    return builder.fmul(value, factor)
 
 
 @operation(V, V)
