@@ -6,8 +6,9 @@ import pytest
 
 import octavo.kernels.cpu
 from octavo.cli import main
-from octavo.cli.warmup import compile_kernels
-from octavo.kernels.cpu import jobs
+from octavo.cli.warmup import _models, compile_kernels
+from octavo.kernels.cpu import jobs, simd_matrix
+from octavo.kernels.cpu.simd_matrix import has_matrix_units
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,18 @@ from octavo.kernels.cpu import jobs
 def test_every_kernel_of_a_format_is_compiled(name: str, dtype: str, attend: str) -> None:
     jobs._MADE.clear()
     assert compile_kernels(name, dtype) > 0
-    assert jobs._MADE.keys() == {attend, "append", "merge"}
+    in_tiles = dtype == "bfloat16" and has_matrix_units()
+    assert jobs._MADE.keys() == {f"{attend}_tiles" if in_tiles else attend, "append", "merge"}
+
+
+def test_for_which_models_a_format_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are matrix units, another kernel serves models that they do not."""
+    for has_units, wanted in ((False, ["bfloat16"]), (True, ["bfloat16", "float32"])):
+        monkeypatch.setattr(simd_matrix, "has_matrix_units", lambda has_units=has_units: has_units)
+        assert _models("int8_kv", None) == wanted
+        assert _models("int8_k", None) == ["bfloat16"]
+        assert _models("int8_k", ["float16"]) == ["float16"]
+    assert _models("fp8_e4m3", ["float16"]) == ["float16"]
 
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
