@@ -222,7 +222,8 @@ def _transform(s, start, end, rows, k_scales, distances, transforms, has_edges):
     does not see the key, if has_edges.
 
     Args:
-        rows: address of the block's part of five facts, `facts_line` apart: see `_attend`.
+        rows: addresses of facts of the block's rows, [BLOCK] float32 each: factor, shift and slope of the bias, first
+            key seen and end.
         k_scales: of the keys, [KEYS] float32; 0: none.
         distances: of the keys from an origin that lies the row's shift before it, [KEYS] float32.
     """
