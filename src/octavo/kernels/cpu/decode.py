@@ -14,14 +14,12 @@ from numba.extending import overload
 
 from octavo.kernels.cpu import decode_float, decode_int8
 from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES
-from octavo.kernels.cpu.native import find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.native import biased, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
-    absolute,
     add,
     any_above,
     exp2,
     fetch_add,
-    fma,
     load_f32,
     load_int,
     load_one,
@@ -29,7 +27,6 @@ from octavo.kernels.cpu.simd import (
     maximum,
     mul,
     prefetch,
-    root,
     splat,
     splat_halves,
     store,
@@ -109,13 +106,7 @@ def _transform(s, count, first, position, slopes, transforms, shape):
         if transforms.bias != 0:
             near = np.float32(key_position(first + t, shape) - position)
             far = np.float32(key_position(first + t + 1, shape) - position)
-            distance = splat_halves(near, far)
-            if transforms.bias >= 2:
-                distance = absolute(distance)
-                if transforms.bias == 3:
-                    distance = root(distance)
-                distance = sub(splat(np.float32(0)), distance)
-            x = fma(slope, distance, x)
+            x = biased(x, slope, splat_halves(near, far), transforms.bias)
         store(s + t * 16, x)
 
 

@@ -31,6 +31,7 @@ _SOURCES = (
     "prefill",
     "prefill_item",
     "prefill_matrix",
+    "prefill_matrix_tile",
     "prefill_tile",
     "rounding",
     "rows",

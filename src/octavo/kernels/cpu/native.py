@@ -12,11 +12,15 @@ from numba import carray, njit
 
 from octavo.kernels.cpu.rounding import quantised, row_scale
 from octavo.kernels.cpu.simd import (
+    absolute,
+    fma,
     load_f32,
     load_one,
     load_real,
     mul,
+    negative,
     pointer,
+    root,
     splat,
     store,
     store_int,
@@ -228,6 +232,17 @@ def key_position(j, shape):
     """Global position of local key j."""
     run = j // shape.interleave
     return (run * shape.dcp_world + shape.dcp_rank) * shape.interleave + j - run * shape.interleave
+
+
+@njit(**OPTIONS)
+def biased(x, slope, distance, bias):
+    """Scores with their position bias; distance: of the key from the row, bias: see `Transforms`."""
+    if bias >= 2:
+        distance = absolute(distance)
+        if bias == 3:
+            distance = root(distance)
+        distance = negative(distance)
+    return fma(slope, distance, x)
 
 
 @njit(**OPTIONS)

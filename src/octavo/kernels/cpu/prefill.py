@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import array_at, find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.native import array_at, biased, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
 from octavo.kernels.cpu.prefill_tile import (
     KEYS,
@@ -25,7 +25,6 @@ from octavo.kernels.cpu.prefill_tile import (
     scale_values,
 )
 from octavo.kernels.cpu.simd import (
-    absolute,
     add,
     exp2,
     fetch_add,
@@ -40,7 +39,6 @@ from octavo.kernels.cpu.simd import (
     maximum,
     mul,
     peak,
-    root,
     splat,
     splat_wide,
     store,
@@ -161,13 +159,7 @@ def _transform(s, start, end, distances, shift, slope, transforms):
         if transforms.after != 0:
             x = mul(after, tanh(x))
         if transforms.bias != 0:
-            distance = sub(load_wide(distances + c), away)
-            if transforms.bias >= 2:
-                distance = absolute(distance)
-                if transforms.bias == 3:
-                    distance = root(distance)
-                distance = sub(splat_wide(np.float32(0)), distance)
-            x = fma(slopes, distance, x)
+            x = biased(x, slopes, sub(load_wide(distances + c), away), transforms.bias)
         store(s + c, x)
 
 

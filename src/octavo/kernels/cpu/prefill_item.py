@@ -21,7 +21,7 @@ def ask(row, num_bytes):
 
 @njit(**OPTIONS)
 def find_bounds(call, item, bounds):
-    """The keys that each row of an item sees in its split, [rows of six][2]; none past the last row. Returns the
+    """The keys that each row of an item sees in its split, [rows and more][2]; none past the last row. Returns the
     ends of what they see together."""
     seq, split, row_start, row_end, _ = item
     rows, group = call.rows, call.shape.group

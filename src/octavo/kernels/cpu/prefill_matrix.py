@@ -13,23 +13,21 @@ from numba import njit
 
 from octavo.kernels.cpu.native import (
     array_at,
+    biased,
     find_output,
     find_rows,
     finish,
     key_position,
-    load_query,
-    query_factor,
     settle,
 )
 from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
+from octavo.kernels.cpu.prefill_matrix_tile import KEYS, LINE, SQUARE, load_keys, load_queries, load_values, turn
 from octavo.kernels.cpu.prefill_tile import find_scales
 from octavo.kernels.cpu.simd import (
-    absolute,
     add,
     any_above,
     exp2,
     fetch_add,
-    fma,
     inverse,
     load_bf16,
     load_f32,
@@ -40,7 +38,6 @@ from octavo.kernels.cpu.simd import (
     maximum,
     mul,
     prefetch,
-    root,
     splat,
     splat_wide,
     store,
@@ -70,122 +67,10 @@ from octavo.kernels.cpu.simd_matrix import (
     words_of,
     zero_sums,
 )
-from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, load, size_of, unit_of
-
-KEYS = 192
-"""Keys of a tile of keys and values, a multiple of BLOCK."""
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, size_of, unit_of
 
 STEP = WIDE * 4
 """Bytes of a vector."""
-
-LINE = BLOCK * 4
-"""Bytes of one key's scores, of a block of rows; of two keys' weights; of one number of the rows' outputs."""
-
-SQUARE = BLOCK * TILE_BYTES
-"""Bytes of a square of K or of turned V, [BLOCK][BLOCK] bfloat16: they lie one after another, as they are read."""
-
-
-@njit(**OPTIONS)
-def _load_keys(rows, start, end, offset, head_dim, k, depth, tag):
-    """Rows start to end - 1 of a tile as k [KEYS / BLOCK][depth / BLOCK] squares of (key, number).
-
-    rows: where their addresses stand, to which the head's offset is added.
-    """
-    for t in range(start, end):
-        source, target = load_int(rows + t * 8) + offset, k + t // BLOCK * BLOCK * depth * 2 + t % BLOCK * TILE_BYTES
-        for i in range(0, head_dim, 8):
-            store_upper(target + i // BLOCK * SQUARE + i % BLOCK * 2, load(source + i * size_of(tag), tag))
-
-
-@njit(**OPTIONS)
-def _load_values(rows, start, end, offset, value_dim, v, tag):
-    """Rows start to end - 1 of a tile, multiples of 16, as v [width / BLOCK][KEYS / BLOCK] squares of (number, key)."""
-    for t in range(start, end, 16):
-        # Sixteen rows make words of two, which make eight columns.
-        row = rows + t * 8
-        a, a_ = load_int(row) + offset, load_int(row + 8) + offset
-        b, b_ = load_int(row + 16) + offset, load_int(row + 24) + offset
-        c, c_ = load_int(row + 32) + offset, load_int(row + 40) + offset
-        d, d_ = load_int(row + 48) + offset, load_int(row + 56) + offset
-        e, e_ = load_int(row + 64) + offset, load_int(row + 72) + offset
-        f, f_ = load_int(row + 80) + offset, load_int(row + 88) + offset
-        g, g_ = load_int(row + 96) + offset, load_int(row + 104) + offset
-        h, h_ = load_int(row + 112) + offset, load_int(row + 120) + offset
-        column = v + t // BLOCK * SQUARE + t % BLOCK * 2
-        for i in range(0, value_dim, 8):
-            o = i * size_of(tag)
-            store_transposed(
-                words_of(load(a + o, tag), load(a_ + o, tag)),
-                words_of(load(b + o, tag), load(b_ + o, tag)),
-                words_of(load(c + o, tag), load(c_ + o, tag)),
-                words_of(load(d + o, tag), load(d_ + o, tag)),
-                words_of(load(e + o, tag), load(e_ + o, tag)),
-                words_of(load(f + o, tag), load(f_ + o, tag)),
-                words_of(load(g + o, tag), load(g_ + o, tag)),
-                words_of(load(h + o, tag), load(h_ + o, tag)),
-                column + i // BLOCK * (KEYS // BLOCK) * SQUARE + i % BLOCK * TILE_BYTES,
-                np.int64(TILE_BYTES),
-            )
-
-
-@njit(**INLINED)
-def _load_query(call, row, head, target, room, tag):
-    """One head's query to `target` [head_dim] bfloat16. Returns what its scores are multiplied with, >= 0.
-
-    Args:
-        room: for [head_dim] float32.
-        tag: of K.
-    """
-    tensors, width = call.tensors, call.shape.head_dim
-    factor = query_factor(call, row, head, tag)
-    if call.scales.k == 0 and factor >= 0:
-        source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
-        # As they will be read again, 32 bytes at a time: two halves of that would be waited for.
-        for d in range(0, width * 2 - 16, 32):
-            store(target + d, load_f32(source + d))
-        if width % 16 != 0:
-            store_upper(target + width * 2 - 16, load_bf16(source + width * 2 - 16))
-        return factor
-    factor = load_query(call, row, head, room, tag)
-    sign = splat(np.float32(-1 if factor < 0 else 1))
-    for d in range(0, width, 8):
-        store_upper(target + d * 2, mul(sign, load_f32(room + d * 4)))
-    return abs(factor)
-
-
-@njit(**OPTIONS)
-def _load_queries(call, row_start, num_rows, head, q, depth, factors, room, tag):
-    """Rows of one KV head as words: q [blocks][depth / 2][BLOCK], what is past the last row is undefined.
-
-    Args:
-        factors: of each row's scores, [rows of BLOCK] float32, >= 0.
-        room: for a row of float32 and eight of bfloat16, `depth` numbers each; zeros past head_dim.
-        tag: of K.
-    """
-    group, rows, line = call.shape.group, room + depth * 4, depth * 2
-    for r in range(num_rows):
-        row, q_head = call.rows.rows[row_start + r // group], head * group + r % group
-        ask(call.tensors.q + row * call.tensors.q_strides[0] + q_head * call.tensors.q_strides[1], line)
-    for first in range(0, num_rows, 8):
-        for r in range(first, min(first + 8, num_rows)):
-            row, q_head = call.rows.rows[row_start + r // group], head * group + r % group
-            factor = _load_query(call, row, q_head, rows + (r - first) * line, room, tag)
-            store_one(factors + r * 4, factor)
-        target = q + first // BLOCK * BLOCK * line + first % BLOCK * 4
-        for d in range(0, line, 32):
-            at = rows + d
-            store_transposed(
-                load_f32(at),
-                load_f32(at + line),
-                load_f32(at + 2 * line),
-                load_f32(at + 3 * line),
-                load_f32(at + 4 * line),
-                load_f32(at + 5 * line),
-                load_f32(at + 6 * line),
-                load_f32(at + 7 * line),
-                target + d // 4 * LINE,
-                np.int64(LINE),
-            )
 
 
 @njit(**OPTIONS)
@@ -239,13 +124,7 @@ def _transform(s, start, end, rows, k_scales, distances, transforms, has_edges):
             if transforms.after != 0:
                 x = mul(after, tanh(x))
             if transforms.bias != 0:
-                distance = sub(load_splat_wide(distances + t * 4), shift)
-                if transforms.bias >= 2:
-                    distance = absolute(distance)
-                    if transforms.bias == 3:
-                        distance = root(distance)
-                    distance = sub(splat_wide(np.float32(0)), distance)
-                x = fma(slope, distance, x)
+                x = biased(x, slope, sub(load_splat_wide(distances + t * 4), shift), transforms.bias)
             if has_edges:
                 x = keep_between(x, splat_wide(np.float32(t)), lo, hi)
             store(s + t * LINE + c, x)
@@ -356,18 +235,7 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
                 at = block + d * LINE
                 for x in range(at, at + 8 * LINE, 2 * LINE):
                     together, more = add(together, load_f32(x)), add(more, load_f32(x + LINE))
-                store_transposed(
-                    load_f32(at),
-                    load_f32(at + LINE),
-                    load_f32(at + 2 * LINE),
-                    load_f32(at + 3 * LINE),
-                    load_f32(at + 4 * LINE),
-                    load_f32(at + 5 * LINE),
-                    load_f32(at + 6 * LINE),
-                    load_f32(at + 7 * LINE),
-                    room + d * 4,
-                    width * 4,
-                )
+                turn(at, np.int64(LINE), room + d * 4, width * 4)
         finite = finite and np.isfinite(total(add(together, more)))
         for i in range(count):
             r = first + i
@@ -409,7 +277,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
         for r in range(num_rows):
             store_one(shifts + r * 4, terms[r, 0])
             store_one(slopes + r * 4, terms[r, 1])
-    _load_queries(call, row_start, num_rows, head, q, depth, factors, query_room, k_tag)
+    load_queries(call, row_start, num_rows, head, q, depth, factors, query_room, k_tag)
     for r in range(0, all_rows * 4, STEP):
         store(tops + r, splat_wide(np.float32(-np.inf)))
         store(sums + r, splat_wide(np.float32(0)))
@@ -438,8 +306,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         _fill(keys, end, block_end, zeros - k_head)
         _fill(values, block_begin, begin, zeros - v_head)
         _fill(values, end, block_end, zeros - v_head)
-        _load_keys(keys, block_begin, block_end, k_head, shape.head_dim, k, depth, k_tag)
-        _load_values(values, block_begin, block_end, v_head, shape.value_dim, v, v_tag)
+        load_keys(keys, block_begin, block_end, k_head, shape.head_dim, k, depth, k_tag)
+        load_values(values, block_begin, block_end, v_head, shape.value_dim, v, v_tag)
         if scales.k != 0:
             offset, into = head * scales.k_strides[2], k_scales + begin * 4
             find_scales(

@@ -251,6 +251,12 @@ def absolute(builder: Any, x: Any) -> Any:
 
 
 @operation(V, V)
+def negative(builder: Any, x: Any) -> Any:
+    """-x."""
+    return builder.fneg(x)
+
+
+@operation(V, V)
 def root(builder: Any, x: Any) -> Any:
     """The square root."""
     return math_of(builder, "sqrt", x)
