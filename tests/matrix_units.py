@@ -1,4 +1,4 @@
-"""Matrix units in plain terms, for machines without: tiles of sums lie in memory, products are of one number each.
+"""Matrix units and dot products in plain terms, for machines without: sums lie in memory, each product is one number's.
 
 For one thread, in a process whose kernels are not kept on disk, before the first of them is compiled.
 """
@@ -8,17 +8,30 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu import compiled, prefill_matrix
+from octavo.kernels.cpu import prefill_matrix, prefill_matrix_products
 from octavo.kernels.cpu.native import array_at
-from octavo.kernels.cpu.simd import fma, load_bf16_even, load_bf16_odd, load_f32, load_splat, splat, store
+from octavo.kernels.cpu.simd import (
+    fma,
+    load_bf16_even,
+    load_bf16_odd,
+    load_f32,
+    load_int,
+    load_splat,
+    splat,
+    store,
+    store_int,
+)
+from octavo.kernels.cpu.simd_dots import ROWS, has_dot_products
 from octavo.kernels.cpu.simd_matrix import BLOCK, CONFIG_BYTES, TILE_BYTES, TILE_ROWS
 from octavo.kernels.cpu.stored import OPTIONS
 
 _SUMS, _LEFT = np.full((BLOCK, BLOCK), np.nan, np.float32), np.empty(BLOCK, np.float32)
+_LOADED = np.zeros(4, np.int64)
 faults = np.zeros(1, np.int64)
 """Descriptions of tiles that were not right."""
 
-SUMS, LEFT, FAULTS, ROW = int(_SUMS.ctypes.data), int(_LEFT.ctypes.data), int(faults.ctypes.data), BLOCK * 4
+SUMS, LEFT, LOADED, FAULTS = (int(array.ctypes.data) for array in (_SUMS, _LEFT, _LOADED, faults))
+ROW = BLOCK * 4
 
 
 @njit(**OPTIONS)
@@ -42,17 +55,49 @@ def store_sums(address, line):
 
 
 @njit(**OPTIONS)
-def multiply_tiles(a, a_line, b, b_line):
+def _multiply(a, a_line, num_rows, b, b_line, sums):
+    """sums [num_rows][BLOCK] += a b."""
     even, odd = np.int64(LEFT), np.int64(LEFT + ROW // 2)
-    for i in range(BLOCK):
+    for i in range(num_rows):
         for x in range(0, 64, 32):  # sixteen words are eight even numbers and eight odd ones, twice
             store(even + x, load_bf16_even(a + i * a_line + x))
             store(odd + x, load_bf16_odd(a + i * a_line + x))
         for word in range(BLOCK // 2):
             for x in range(0, ROW, 32):
-                at, right = np.int64(SUMS + i * ROW + x), b + word * b_line + x
-                sums = fma(load_splat(even + word * 4), load_bf16_even(right), load_f32(at))
-                store(at, fma(load_splat(odd + word * 4), load_bf16_odd(right), sums))
+                at, right = sums + i * ROW + x, b + word * b_line + x
+                total = fma(load_splat(even + word * 4), load_bf16_even(right), load_f32(at))
+                store(at, fma(load_splat(odd + word * 4), load_bf16_odd(right), total))
+
+
+@njit(**OPTIONS)
+def load_left(address, line):
+    """Where it lies: whether it is there still when it is multiplied is the kernel's part."""
+    store_int(np.int64(LOADED), address)
+    store_int(np.int64(LOADED + 8), line)
+
+
+@njit(**OPTIONS)
+def load_right(address, line):
+    store_int(np.int64(LOADED + 16), address)
+    store_int(np.int64(LOADED + 24), line)
+
+
+@njit(**OPTIONS)
+def multiply_tiles():
+    a, a_line = load_int(np.int64(LOADED)), load_int(np.int64(LOADED + 8))
+    b, b_line = load_int(np.int64(LOADED + 16)), load_int(np.int64(LOADED + 24))
+    _multiply(a, a_line, BLOCK, b, b_line, np.int64(SUMS))
+
+
+@njit(**OPTIONS)
+def add_dots(left, right, right_step, count, sums, fresh):
+    if fresh:
+        for x in range(sums, sums + ROWS * ROW, 32):
+            store(x, splat(np.float32(0)))
+    for i in range(count):
+        _multiply(
+            left + i * BLOCK * TILE_BYTES, np.int64(TILE_BYTES), ROWS, right + i * right_step, np.int64(ROW), sums
+        )
 
 
 @njit(**OPTIONS)
@@ -74,8 +119,16 @@ def release_tiles():
     pass
 
 
-def stand_in() -> None:
-    """Let the kernels use these."""
-    for one in (zero_sums, load_sums, store_sums, multiply_tiles, set_tiles, describe_tiles, release_tiles):
-        setattr(prefill_matrix, one.__name__, one)
-    compiled.has_matrix_units = lambda: True
+def stand_in(units: str) -> None:
+    """Let the kernels use these "tiles" or "dots"; dot products of this machine, if it has them."""
+    matrix, products = prefill_matrix, prefill_matrix_products
+    products.UNITS = units
+    if units == "tiles":
+        tiles = (zero_sums, load_sums, store_sums, load_left, load_right, multiply_tiles)
+        for one in (*tiles, set_tiles, describe_tiles, release_tiles):
+            setattr(products, one.__name__, one)
+        matrix.multiply, matrix.take, matrix.give_back = products.in_tiles, products.take_tiles, products.return_tiles
+    else:
+        if not has_dot_products():
+            products.add_dots = add_dots
+        matrix.multiply, matrix.take, matrix.give_back = products.by_dots, products.nothing, products.nothing

@@ -7,8 +7,8 @@ import pytest
 import octavo.kernels.cpu
 from octavo.cli import main
 from octavo.cli.warmup import _models, compile_kernels
-from octavo.kernels.cpu import jobs, simd_matrix
-from octavo.kernels.cpu.simd_matrix import has_matrix_units
+from octavo.kernels.cpu import jobs, prefill_matrix_products
+from octavo.kernels.cpu.prefill_matrix_products import UNITS
 
 
 @pytest.mark.parametrize(
@@ -27,18 +27,22 @@ from octavo.kernels.cpu.simd_matrix import has_matrix_units
 def test_every_kernel_of_a_format_is_compiled(name: str, dtype: str, attend: str) -> None:
     jobs._MADE.clear()
     assert compile_kernels(name, dtype) > 0
-    in_tiles = dtype == "bfloat16" and has_matrix_units()
-    assert jobs._MADE.keys() == {f"{attend}_tiles" if in_tiles else attend, "append", "merge"}
+    on_units = UNITS == "tiles" or (UNITS == "dots" and dtype == "bfloat16")
+    assert jobs._MADE.keys() == {f"{attend}_{UNITS}" if on_units else attend, "append", "merge"}
 
 
 def test_for_which_models_a_format_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are matrix units, another kernel serves models that they do not."""
-    for has_units, wanted in ((False, ["bfloat16"]), (True, ["bfloat16", "float32"])):
-        monkeypatch.setattr(simd_matrix, "has_matrix_units", lambda has_units=has_units: has_units)
-        assert _models("int8_kv", None) == wanted
+    """Where there are dot products of bfloat16, another kernel serves models that they do not."""
+    for units, default, given in (
+        ("", ["bfloat16"], ["bfloat16"]),
+        ("tiles", ["bfloat16"], ["bfloat16"]),
+        ("dots", ["bfloat16", "float32"], ["float16"]),
+    ):
+        monkeypatch.setattr(prefill_matrix_products, "UNITS", units)
+        assert _models("int8_kv", None) == default
+        assert _models("fp8_e4m3", ["float16"]) == given
         assert _models("int8_k", None) == ["bfloat16"]
         assert _models("int8_k", ["float16"]) == ["float16"]
-    assert _models("fp8_e4m3", ["float16"]) == ["float16"]
 
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

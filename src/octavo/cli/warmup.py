@@ -38,8 +38,8 @@ def warmup(
     """Compile the CPU kernels and keep them on disk, where later processes find them.
 
     With a dtype or a format the others are left out. int8_k, whose V is 16-bit, is compiled for models of the dtypes
-    that are given, or of bfloat16; so are the other 8-bit formats where the machine has matrix units, which only
-    bfloat16 models use: for them and for float32.
+    that are given, or of bfloat16; so are the other 8-bit formats where the machine multiplies bfloat16 without matrix
+    units, which only bfloat16 models use: for them and for float32.
     """
     dtypes = list(dict.fromkeys(dtype or ([] if kv_format else FLOAT_FORMATS)))
     for name in dtypes:
@@ -72,11 +72,11 @@ def warmup(
 
 def _models(name: str, dtypes: list[str] | None) -> list[str]:
     """Dtypes of the models that an 8-bit format is compiled for."""
-    from octavo.kernels.cpu.simd_matrix import has_matrix_units
+    from octavo.kernels.cpu import prefill_matrix_products
 
     if name == "int8_k":
         return dtypes or ["bfloat16"]
-    return (dtypes or ["bfloat16", "float32"]) if has_matrix_units() else ["bfloat16"]
+    return (dtypes or ["bfloat16", "float32"]) if prefill_matrix_products.UNITS == "dots" else ["bfloat16"]
 
 
 def compile_kernels(name: str, dtype_name: str) -> float:

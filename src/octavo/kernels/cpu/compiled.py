@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu import jobs, native, rows
+from octavo.kernels.cpu import jobs, native, prefill_matrix_products, rows
 from octavo.kernels.cpu.decode_tile import HEADS
-from octavo.kernels.cpu.simd_matrix import has_matrix_units
 from octavo.kernels.cpu.stored import KINDS, WIDE_KINDS
 from octavo.kernels.cpu.workers import Workers
 from octavo.launch import Launch, Operands, Plan, State
@@ -33,8 +32,8 @@ TILE_NUMBERS = 96 * 1024
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
 
-TILED = set(KINDS) - {torch.float32, torch.float16}
-"""Dtypes of pages whose numbers are bfloat16 too: what matrix units can multiply as it is."""
+WHOLE = set(KINDS) - {torch.float32, torch.float16}
+"""Dtypes of pages whose numbers are bfloat16 too."""
 
 _WORKERS = Workers()
 
@@ -83,9 +82,11 @@ def attend(spec: AttentionSpec, plan: Plan, launch: Launch, operands: Operands, 
     state.out[:, written] = result.out.to(state.out.dtype)
 
 
-def in_tiles(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype) -> bool:
-    """Whether prefill runs on matrix units."""
-    return q_dtype == torch.bfloat16 and {k_dtype, v_dtype} <= TILED and has_matrix_units()
+def on_units(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype) -> bool:
+    """Whether prefill is products of bfloat16: on matrix units always, with dot products where no number is split, as
+    they are twice as fast as those of float32."""
+    units = prefill_matrix_products.UNITS
+    return units == "tiles" or (units == "dots" and q_dtype == torch.bfloat16 and {k_dtype, v_dtype} <= WHOLE)
 
 
 def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
@@ -176,7 +177,7 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
     key_bytes = spec.head_dim * k_dtype.itemsize + spec.v_dim * v_dtype.itemsize
     pair_flops = 2 * spec.group_size * (spec.head_dim + spec.v_dim)
     cost = spec.num_kv_heads * (work.decode_keys * key_bytes + work.prefill_pairs * pair_flops // FLOPS_PER_BYTE)
-    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, in_tiles(operands.q.dtype, k_dtype, v_dtype)))
+    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, on_units(operands.q.dtype, k_dtype, v_dtype)))
     _WORKERS.run(kernel, job, _threads(cost))
     if len(items) and redo.any():
         # Again, a row at a time: the decode kernel touches only what a row sees.

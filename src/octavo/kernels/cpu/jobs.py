@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from numba import cfunc
 
-from octavo.kernels.cpu import decode, prefill, prefill_matrix, rows
+from octavo.kernels.cpu import decode, prefill, prefill_matrix, prefill_matrix_products, rows
 from octavo.kernels.cpu.native import call_of
 from octavo.kernels.cpu.stored import COUNTING, TAGS
 
@@ -31,12 +31,14 @@ _SOURCES = (
     "prefill",
     "prefill_item",
     "prefill_matrix",
+    "prefill_matrix_products",
     "prefill_matrix_tile",
     "prefill_tile",
     "rounding",
     "rows",
     "simd",
     "simd_base",
+    "simd_dots",
     "simd_eight_bit",
     "simd_matrix",
     "stored",
@@ -47,10 +49,11 @@ _MADE: dict[str, Any] = {}
 
 
 @cache
-def attend(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool) -> str:
-    """The name of the function that runs a launch over pages of these dtypes; in_tiles: prefill on matrix units."""
+def attend(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool) -> str:
+    """The name of the function that runs a launch over pages of these dtypes; on_units: prefill in squares of bfloat16,
+    by what this machine has for them."""
     pages = (str(dtype).removeprefix("torch.") for dtype in (k_dtype, v_dtype))
-    return "_".join(["attend", *pages, *(["tiles"] if in_tiles else [])])
+    return "_".join(["attend", *pages, *([prefill_matrix_products.UNITS] if on_units else [])])
 
 
 def compiled(name: str) -> Any:
@@ -86,7 +89,7 @@ def _functions() -> dict[str, Callable[[int], None]]:
     return {one.__name__: one for one in made}
 
 
-def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool, sources: int) -> Callable[[int], None]:
+def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool, sources: int) -> Callable[[int], None]:
     k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
 
     def run(job):
@@ -97,7 +100,7 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool,
             if len(call.prefill.items) > 0:
                 prefill.work(call, k_tag, v_tag)
 
-    def run_in_tiles(job):
+    def run_on_units(job):
         if sources:
             call = call_of(job)
             if len(call.decode.items) > 0:
@@ -105,8 +108,8 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, in_tiles: bool,
             if len(call.prefill.items) > 0:
                 prefill_matrix.work(call, k_tag, v_tag)
 
-    made = run_in_tiles if in_tiles else run
-    made.__name__ = made.__qualname__ = attend(k_dtype, v_dtype, in_tiles)
+    made = run_on_units if on_units else run
+    made.__name__ = made.__qualname__ = attend(k_dtype, v_dtype, on_units)
     return made
 
 

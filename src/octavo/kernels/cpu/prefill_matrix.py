@@ -1,9 +1,10 @@
-"""Attention for many rows a sequence on matrix units, for bfloat16 queries, in Numba.
+"""Attention for many rows a sequence by products of bfloat16, where this machine has instructions for them, in Numba.
 
-As `prefill`, but products are of bfloat16 with sums in float32. Scores stand as columns, [key][row]: then K is
+As `prefill`, but with sums in float32 of products of bfloat16. Scores stand as columns, [key][row]: then K is
 multiplied as it lies, a vector holds one key's scores of many rows, so that a softmax needs no sums across lanes,
-and two keys' weights make the words that the units read. Values are turned once a tile. Weights are rounded to
-bfloat16, K, V and Q are not: 8-bit codes are bfloat16 too, and scales stay outside of the products.
+and two keys' weights make the words that are read. Values are turned once a tile. Q, K and V are not rounded: wider
+numbers are sums of several bfloat16, 8-bit codes are bfloat16 too, and scales stay outside of the products. Weights
+are as exact as q: of bfloat16 queries they are rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from octavo.kernels.cpu.native import (
     settle,
 )
 from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
-from octavo.kernels.cpu.prefill_matrix_tile import KEYS, LINE, SQUARE, load_keys, load_queries, load_values, turn
+from octavo.kernels.cpu.prefill_matrix_products import give_back, multiply, take
+from octavo.kernels.cpu.prefill_matrix_tile import (
+    HALF,
+    KEYS,
+    LINE,
+    SQUARE,
+    load_keys,
+    load_queries,
+    load_values,
+    parts_of_kind,
+    turn,
+)
 from octavo.kernels.cpu.prefill_tile import find_scales
 from octavo.kernels.cpu.simd import (
     add,
@@ -52,53 +64,39 @@ from octavo.kernels.cpu.simd_base import WIDE
 from octavo.kernels.cpu.simd_matrix import (
     BLOCK,
     CONFIG_BYTES,
-    TILE_BYTES,
-    TILE_ROWS,
-    describe_tiles,
     keep_between,
-    load_sums,
-    multiply_tiles,
-    release_tiles,
+    rest_of,
     rounded,
     rounded_even,
-    set_tiles,
-    store_sums,
     store_upper,
     words_of,
-    zero_sums,
 )
-from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, size_of, unit_of
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, parts_of, size_of, unit_of
 
 STEP = WIDE * 4
 """Bytes of a vector."""
 
 
 @njit(**OPTIONS)
-def _scores(k, q, s, start, end, depth):
+def _scores(k, k_parts, q, q_parts, s, start, end, depth):
     """s[key][row] = k[key] . q[row] for a block of rows and keys start to end - 1, multiples of BLOCK."""
-    square = k + start // BLOCK * (depth // BLOCK) * SQUARE
+    count, step = depth // BLOCK, q_parts * SQUARE
     for t in range(start, end, BLOCK):
-        zero_sums()
-        for d in range(0, depth, BLOCK):
-            multiply_tiles(square, np.int64(TILE_BYTES), q + d // 2 * LINE, np.int64(LINE))
-            square += SQUARE
-        store_sums(s + t * LINE, np.int64(LINE))
+        square = k + t // BLOCK * count * k_parts * SQUARE
+        multiply(square, k_parts, q, q_parts, step, q + 2 * SQUARE, step, count, s + t * LINE, True)
 
 
 @njit(**OPTIONS)
-def _add_values(p, v, acc, start, end, width, fresh):
+def _add_values(v, v_parts, p, p_parts, third, acc, start, end, width, fresh):
     """acc[number][row] = (0 if fresh else acc[number][row]) + sum over keys start to end - 1 of v[number][key] *
-    p[key][row], for a block of rows."""
+    p[key][row], for a block of rows.
+
+    p, third: weights as `_softmax` leaves them.
+    """
+    p, third, count = p + start * LINE, third + start // 2 * LINE, (end - start) // BLOCK
     for d in range(0, width, BLOCK):
-        if fresh:
-            zero_sums()
-        else:
-            load_sums(acc + d * LINE, np.int64(LINE))
-        square = v + (d // BLOCK * (KEYS // BLOCK) + start // BLOCK) * SQUARE
-        for t in range(start, end, BLOCK):
-            multiply_tiles(square, np.int64(TILE_BYTES), p + t // 2 * LINE, np.int64(LINE))
-            square += SQUARE
-        store_sums(acc + d * LINE, np.int64(LINE))
+        square = v + (d // BLOCK * (KEYS // BLOCK) + start // BLOCK) * v_parts * SQUARE
+        multiply(square, v_parts, p, p_parts, 2 * SQUARE, third, SQUARE, count, acc + d * LINE, fresh)
 
 
 @njit(**OPTIONS)
@@ -131,10 +129,13 @@ def _transform(s, start, end, rows, k_scales, distances, transforms, has_edges):
 
 
 @njit(**OPTIONS)
-def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width, fresh):
-    """Scores s[start:end] times factors to weights, as words of two keys from s[start / 2] on, in place.
+def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width, fresh, parts, third):
+    """Scores s[start:end] times factors to weights, as words of keys i and HALF + i of each block: the first part where
+    key i's scores were, the second where key HALF + i's were.
 
     Args:
+        parts: of the weights, which are rounded where it is 1; third: where the third parts belong, as the others, in
+            blocks of their own.
         v_scales: of the keys, [KEYS] float32, which the weights are multiplied with; 0: none.
         tops, sums: each row's largest score and sum of weights so far, [BLOCK] float32.
         acc: [width][BLOCK] float32, rescaled where the largest score rises, and asked for; not if fresh.
@@ -157,20 +158,32 @@ def _softmax(s, start, end, factors, v_scales, tops, sums, acc, width, fresh):
             total_sums = mul(rescale, total_sums)
             store(tops + c, top)
         rest = splat_wide(np.float32(0))
-        for t in range(start, end, 2):
-            prefetch(ahead)
-            prefetch(ahead + 64)
-            ahead += 128
-            # Rounded as the largest was: of scores in the billions a fused step would leave more than 0.
-            x = exp2(sub(mul(factor, load_wide(s + t * LINE + c)), shift))
-            y = exp2(sub(mul(factor, load_wide(s + t * LINE + LINE + c)), shift))
-            total_sums, rest = add(total_sums, x), add(rest, y)
-            if v_scales != 0:
-                x, y = mul(x, load_splat_wide(v_scales + t * 4)), mul(y, load_splat_wide(v_scales + t * 4 + 4))
-                x, y = rounded_even(x), rounded_even(y)  # a scale may be any NaN
-            else:
-                x, y = rounded(x), rounded(y)
-            store(s + t // 2 * LINE + c, words_of(x, y))
+        for block in range(start, end, BLOCK):
+            by_key, small = v_scales + block * 4, third + block // 2 * LINE + c
+            at = s + block * LINE + c
+            for x_at in range(at, at + HALF * LINE, LINE):
+                prefetch(ahead)
+                prefetch(ahead + 64)
+                ahead += 128
+                # Rounded as the largest was: of scores in the billions a fused step would leave more than 0.
+                y_at = x_at + HALF * LINE
+                x = exp2(sub(mul(factor, load_wide(x_at)), shift))
+                y = exp2(sub(mul(factor, load_wide(y_at)), shift))
+                total_sums, rest = add(total_sums, x), add(rest, y)
+                if v_scales != 0:
+                    x, y = mul(x, load_splat_wide(by_key)), mul(y, load_splat_wide(by_key + HALF * 4))
+                    by_key += 4
+                if parts > 1:
+                    store(x_at, words_of(x, y))
+                    x, y = rest_of(x), rest_of(y)
+                    store(y_at, words_of(x, y))
+                    if parts > 2:
+                        store(small, words_of(rest_of(x), rest_of(y)))
+                        small += LINE
+                elif v_scales != 0:
+                    store(x_at, words_of(rounded_even(x), rounded_even(y)))  # a scale may be any NaN
+                else:
+                    store(x_at, words_of(rounded(x), rounded(y)))
         store(sums + c, add(total_sums, rest))
 
 
@@ -256,13 +269,17 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, _, row_start, row_end, head = item
-    q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers = scratch
+    q, acc, k, v, s, third, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers = (
+        scratch
+    )
     shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
     table = call.rows.block_table[seq]
     num_rows = (row_end - row_start) * shape.group
     all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
     depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
     width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
+    p_parts = parts_of_kind(tensors.q_kind)
+    q_parts = p_parts if scales.k == 0 else 1
     start, first, last = find_bounds(call, item, bounds)
     # Of each row: factor of its scores, largest score, sum, shift and slope of its bias; keys seen of the tile.
     factors, tops, sums, shifts = facts, facts + facts_line, facts + 2 * facts_line, facts + 3 * facts_line
@@ -277,7 +294,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
         for r in range(num_rows):
             store_one(shifts + r * 4, terms[r, 0])
             store_one(slopes + r * 4, terms[r, 1])
-    load_queries(call, row_start, num_rows, head, q, depth, factors, query_room, k_tag)
+    load_queries(call, row_start, num_rows, head, q, depth, q_parts, factors, query_room, k_tag)
     for r in range(0, all_rows * 4, STEP):
         store(tops + r, splat_wide(np.float32(-np.inf)))
         store(sums + r, splat_wide(np.float32(0)))
@@ -342,7 +359,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                 continue
             lo, hi = lo // BLOCK * BLOCK, (hi + BLOCK - 1) // BLOCK * BLOCK
             has_edges = lo < all_lo or all_hi < hi
-            _scores(k, q + r * depth * 2, s, lo, hi, depth)
+            _scores(k, parts_of(k_tag), q + r * depth * 2 * q_parts, q_parts, s, lo, hi, depth)
             row_factors, row_acc = factors + r * 4, acc + r * width * 4
             if has_edges or must_transform:
                 rows = row_factors, shifts + r * 4, slopes + r * 4, starts + r * 4, ends + r * 4
@@ -351,25 +368,15 @@ def _attend(call, item, scratch, k_tag, v_tag):
                 row_factors = ones
             by_value = v_scales if scales.v != 0 else np.int64(0)
             is_fresh = fresh[r // BLOCK] != 0
-            _softmax(s, lo, hi, row_factors, by_value, tops + r * 4, sums + r * 4, row_acc, width, is_fresh)
-            _add_values(s, v, row_acc, lo, hi, width, is_fresh)
+            row_tops, row_sums = tops + r * 4, sums + r * 4
+            _softmax(s, lo, hi, row_factors, by_value, row_tops, row_sums, row_acc, width, is_fresh, p_parts, third)
+            _add_values(v, parts_of(v_tag), s, p_parts, third, row_acc, lo, hi, width, is_fresh)
             fresh[r // BLOCK] = 0
     for r in range(0, num_rows, BLOCK):
         if fresh[r // BLOCK] != 0:  # rows that see no keys
             for d in range(acc + r * width * 4, acc + (r + BLOCK) * width * 4, STEP):
                 store(d, splat_wide(np.float32(0)))
     return _store_results(call, item, num_rows, tops, sums, acc, width, bounds, result_room, v_tag)
-
-
-@njit(**OPTIONS)
-def _shape_tiles(config):
-    """Make all tiles full ones; config: address of CONFIG_BYTES zeros."""
-    described = array_at(config, CONFIG_BYTES, np.uint8)
-    described[0] = 1  # the palette
-    for tile in range(8):
-        described[16 + 2 * tile] = TILE_BYTES
-        described[48 + tile] = TILE_ROWS
-    set_tiles(config)
 
 
 @njit(**INLINED)
@@ -380,13 +387,15 @@ def work(call, k_tag, v_tag):
     num_rows = (max_rows * shape.group + BLOCK - 1) // BLOCK * BLOCK
     depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
     width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
+    q_bytes = depth * 2 * (parts_of_kind(call.tensors.q_kind) if call.scales.k == 0 else 1)
+    k_bytes, v_bytes = depth * 2 * parts_of(k_tag), width * 2 * parts_of(v_tag)
     facts_line, bounds, terms = num_rows * 4, np.empty((num_rows, 2), np.int64), np.zeros((num_rows, 2), np.float32)
     fresh = np.empty(num_rows // BLOCK, np.uint8)
     # All else in one piece of memory, every part at the beginning of a cache line.
     memory = np.zeros(
-        num_rows * (depth * 2 + width * 4)
-        + KEYS * (depth * 2 + width * 2 + LINE + 52)
-        + depth * 20
+        num_rows * (q_bytes + width * 4)
+        + KEYS * (k_bytes + v_bytes + LINE + LINE // 2 + 52)
+        + depth * 52
         + width * 32
         + max(depth, width) * 4
         + 8 * facts_line
@@ -396,20 +405,37 @@ def work(call, k_tag, v_tag):
         np.uint8,
     )
     q = (np.int64(memory.ctypes.data) + 63) // 64 * 64
-    acc = q + num_rows * depth * 2
+    acc = q + num_rows * q_bytes
     k = acc + num_rows * width * 4
-    v = k + KEYS * depth * 2
-    s = v + KEYS * width * 2
-    found = s + KEYS * LINE
+    v = k + KEYS * k_bytes
+    s = v + KEYS * v_bytes
+    third = s + KEYS * LINE
+    found = third + KEYS // 2 * LINE
     numbers = found + KEYS * 40
     query_room = numbers + KEYS * 12
-    result_room = query_room + depth * 20
+    result_room = query_room + depth * 52
     zeros = result_room + width * 32 + 64
     facts = zeros + max(depth, width) * 4
     before = facts + 8 * facts_line
-    scratch = (q, acc, k, v, s, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers)
-    describe_tiles(before)
-    _shape_tiles(before + CONFIG_BYTES)
+    scratch = (
+        q,
+        acc,
+        k,
+        v,
+        s,
+        third,
+        query_room,
+        result_room,
+        zeros,
+        facts,
+        facts_line,
+        bounds,
+        terms,
+        fresh,
+        found,
+        numbers,
+    )
+    take(before)
     while True:
         index = fetch_add(counter, 1)
         if index >= len(items):
@@ -417,9 +443,6 @@ def work(call, k_tag, v_tag):
         item = items[index]
         finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, k_tag, v_tag)
         redo[index] = 0 if finite else 1
-    if array_at(before, 1, np.uint8)[0] != 0:
-        set_tiles(before)
-    else:
-        release_tiles()
+    give_back(before)
     # Numba frees what is not named any more, whoever has its address.
     memory[0] = 0

@@ -3,6 +3,10 @@
 A unit multiplies bfloat16 and adds in float32: sums [32][32] += a [32][32] * b [32][32] is one `multiply_tiles`, where
 a lies as it is and b as words: [16][32] of (row 2 i, row 2 i + 1). Numbers below 2 ** -126 count as 0.
 Intel, Architecture Instruction Set Extensions Programming Reference (319433), chapter 3.
+
+Wider numbers are sums of bfloat16: two for float16, three for float32, each what the ones before leave, cut off after
+eight digits. Products of parts i and j are at most 2 ** (-7 (i + j)) of the whole.
+Henry, Tang, Heinecke: Leveraging the bfloat16 datatype for higher-precision computations, arXiv:1904.06376.
 """
 
 from __future__ import annotations
@@ -123,14 +127,26 @@ def store_sums(builder: Any, address: Any, line: Any) -> Any:
     return DONE
 
 
-@operation(types.void, A, types.int64, A, types.int64)
-def multiply_tiles(builder: Any, a: Any, a_line: Any, b: Any, b_line: Any) -> Any:
-    """sums += a b: a [32][32] bfloat16, b [16][32] words of two, rows `a_line` and `b_line` bytes apart."""
-    below = builder.add(a, builder.mul(a_line, ir.Constant(I64, TILE_ROWS)))
-    for tile, place in zip(_LEFT, (a, below), strict=True):
-        _load(builder, tile, place, a_line)
-    for tile, place in zip(_RIGHT, (b, builder.add(b, ir.Constant(I64, TILE_BYTES))), strict=True):
-        _load(builder, tile, place, b_line)
+@operation(types.void, A, types.int64)
+def load_left(builder: Any, address: Any, line: Any) -> Any:
+    """a = [32][32] bfloat16, rows `line` bytes apart."""
+    below = builder.add(address, builder.mul(line, ir.Constant(I64, TILE_ROWS)))
+    for tile, place in zip(_LEFT, (address, below), strict=True):
+        _load(builder, tile, place, line)
+    return DONE
+
+
+@operation(types.void, A, types.int64)
+def load_right(builder: Any, address: Any, line: Any) -> Any:
+    """b = [16][32] words of two bfloat16, rows `line` bytes apart."""
+    for tile, place in zip(_RIGHT, (address, builder.add(address, ir.Constant(I64, TILE_BYTES))), strict=True):
+        _load(builder, tile, place, line)
+    return DONE
+
+
+@operation(types.void)
+def multiply_tiles(builder: Any) -> Any:
+    """sums += a b."""
     for i, sums in enumerate(_SUMS):
         tiles = (_tile(x) for x in (sums, _LEFT[i // 2], _RIGHT[i % 2]))
         call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *tiles)
@@ -143,10 +159,16 @@ def _words(x: Any) -> ir.VectorType:
 
 @operation(V, V, V)
 def words_of(builder: Any, low: Any, high: Any) -> Any:
-    """Words of two bfloat16: what float32 that are bfloat16 (their lower half is 0) say in 16 bits."""
-    low, high = (builder.bitcast(x, _words(x)) for x in (low, high))
-    word = builder.or_(builder.lshr(low, ir.Constant(low.type, [16] * low.type.count)), high)
-    return builder.bitcast(word, ir.VectorType(ir.FloatType(), low.type.count))
+    """Words of two bfloat16: the upper halves of float32, what is cut off left out."""
+    bits = builder.bitcast(low, _words(low))
+    word = builder.lshr(bits, ir.Constant(bits.type, [16] * bits.type.count))
+    return builder.bitcast(builder.or_(word, _upper_bits(builder, high)), low.type)
+
+
+@operation(V, V)
+def rest_of(builder: Any, x: Any) -> Any:
+    """What a bfloat16 leaves of x that is cut off where it ends; NaN where x is not finite."""
+    return builder.fsub(x, _upper(builder, builder.bitcast(x, _words(x)), x))
 
 
 @operation(V, V)
@@ -165,13 +187,17 @@ def rounded_even(builder: Any, x: Any) -> Any:
     return _upper(builder, builder.select(builder.fcmp_unordered("uno", x, x), quiet, near), x)
 
 
+def _upper_bits(builder: Any, x: Any) -> Any:
+    return builder.and_(builder.bitcast(x, _words(x)), int_constant(-0x10000, x))
+
+
 def _upper(builder: Any, bits: Any, like: Any) -> Any:
     return builder.bitcast(builder.and_(bits, int_constant(-0x10000, like)), like.type)
 
 
 @operation(types.void, A, V8)
 def store_upper(builder: Any, address: Any, value: Any) -> Any:
-    """Eight float32 that are bfloat16, in 16 bits."""
+    """The upper halves of eight float32, in 16 bits."""
     bits = builder.bitcast(value, ir.VectorType(I32, LANES))
     upper = builder.trunc(builder.lshr(bits, ir.Constant(bits.type, [16] * LANES)), ir.VectorType(I16, LANES))
     return store_vector(builder, address, upper, 2)

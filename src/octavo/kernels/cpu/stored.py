@@ -89,11 +89,12 @@ class _Stored(NamedTuple):
     even: Any = None  # loads numbers 0, 2, ..., 14, where that costs less than neighbours
     odd: Any = None
     unit: float = 1.0  # what loaded numbers must be multiplied with
+    parts: int = 1  # bfloat16 that a number is the sum of
 
 
 _BY_TAG = {
-    types.float32: _Stored(4, load_f32),
-    types.int16: _Stored(2, load_f16),
+    types.float32: _Stored(4, load_f32, parts=3),
+    types.int16: _Stored(2, load_f16, parts=2),
     types.uint16: _Stored(2, load_bf16, load_bf16_even, load_bf16_odd),
     types.int8: _Stored(1, load_i8),
     types.uint8: _Stored(1, load_e4m3, load_e4m3_even, load_e4m3_odd, E4M3_UNIT),
@@ -114,7 +115,7 @@ def load(of: Any, builder: Any, address: Any) -> Any:
 def load_pair(of: Any, builder: Any, address: Any) -> Any:
     """Sixteen stored numbers as two vectors: halves, or the even and the odd ones where these cost less. e4m3's NaN
     comes as a number: `note` finds it."""
-    size, one, even, odd, _ = _BY_TAG[of]
+    size, one, even, odd, *_ = _BY_TAG[of]
     if even is not None:
         return pack_array(builder, [even.emit(builder, address), odd.emit(builder, address)])
     half = builder.add(address, address.type(8 * size))
@@ -161,6 +162,12 @@ def from_pair(of: Any, builder: Any, x: Any, y: Any) -> Any:
 def size_of(of: Any, _builder: Any) -> Any:
     """Bytes of a stored number."""
     return I64(_BY_TAG[of].size)
+
+
+@tagged(types.int64)
+def parts_of(of: Any, _builder: Any) -> Any:
+    """How many bfloat16 a stored number is the sum of."""
+    return I64(_BY_TAG[of].parts)
 
 
 @tagged(types.boolean)
