@@ -1,4 +1,4 @@
-"""Matrix units and dot products in plain terms, for machines without: sums lie in memory, each product is one number's.
+"""Matrix units in plain terms, for machines without: tiles of sums lie in memory, products are of one number each.
 
 For one thread, in a process whose kernels are not kept on disk, before the first of them is compiled.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu import prefill_matrix, prefill_matrix_products
+from octavo.kernels.cpu import prefill_matrix, prefill_matrix_products, simd_dots
 from octavo.kernels.cpu.native import array_at
 from octavo.kernels.cpu.simd import (
     fma,
@@ -21,7 +21,6 @@ from octavo.kernels.cpu.simd import (
     store,
     store_int,
 )
-from octavo.kernels.cpu.simd_dots import ROWS, has_dot_products
 from octavo.kernels.cpu.simd_matrix import BLOCK, CONFIG_BYTES, TILE_BYTES, TILE_ROWS
 from octavo.kernels.cpu.stored import OPTIONS
 
@@ -55,21 +54,6 @@ def store_sums(address, line):
 
 
 @njit(**OPTIONS)
-def _multiply(a, a_line, num_rows, b, b_line, sums):
-    """sums [num_rows][BLOCK] += a b."""
-    even, odd = np.int64(LEFT), np.int64(LEFT + ROW // 2)
-    for i in range(num_rows):
-        for x in range(0, 64, 32):  # sixteen words are eight even numbers and eight odd ones, twice
-            store(even + x, load_bf16_even(a + i * a_line + x))
-            store(odd + x, load_bf16_odd(a + i * a_line + x))
-        for word in range(BLOCK // 2):
-            for x in range(0, ROW, 32):
-                at, right = sums + i * ROW + x, b + word * b_line + x
-                total = fma(load_splat(even + word * 4), load_bf16_even(right), load_f32(at))
-                store(at, fma(load_splat(odd + word * 4), load_bf16_odd(right), total))
-
-
-@njit(**OPTIONS)
 def load_left(address, line):
     """Where it lies: whether it is there still when it is multiplied is the kernel's part."""
     store_int(np.int64(LOADED), address)
@@ -86,18 +70,16 @@ def load_right(address, line):
 def multiply_tiles():
     a, a_line = load_int(np.int64(LOADED)), load_int(np.int64(LOADED + 8))
     b, b_line = load_int(np.int64(LOADED + 16)), load_int(np.int64(LOADED + 24))
-    _multiply(a, a_line, BLOCK, b, b_line, np.int64(SUMS))
-
-
-@njit(**OPTIONS)
-def add_dots(left, right, right_step, count, sums, fresh):
-    if fresh:
-        for x in range(sums, sums + ROWS * ROW, 32):
-            store(x, splat(np.float32(0)))
-    for i in range(count):
-        _multiply(
-            left + i * BLOCK * TILE_BYTES, np.int64(TILE_BYTES), ROWS, right + i * right_step, np.int64(ROW), sums
-        )
+    even, odd = np.int64(LEFT), np.int64(LEFT + ROW // 2)
+    for i in range(BLOCK):
+        for x in range(0, 64, 32):  # sixteen words are eight even numbers and eight odd ones, twice
+            store(even + x, load_bf16_even(a + i * a_line + x))
+            store(odd + x, load_bf16_odd(a + i * a_line + x))
+        for word in range(BLOCK // 2):
+            for x in range(0, ROW, 32):
+                at, right = np.int64(SUMS + i * ROW + x), b + word * b_line + x
+                total = fma(load_splat(even + word * 4), load_bf16_even(right), load_f32(at))
+                store(at, fma(load_splat(odd + word * 4), load_bf16_odd(right), total))
 
 
 @njit(**OPTIONS)
@@ -120,7 +102,7 @@ def release_tiles():
 
 
 def stand_in(units: str) -> None:
-    """Let the kernels use these "tiles" or "dots"; dot products of this machine, if it has them."""
+    """Let the kernels use these "tiles", or "dots" as they are where there are none."""
     matrix, products = prefill_matrix, prefill_matrix_products
     products.UNITS = units
     if units == "tiles":
@@ -129,6 +111,5 @@ def stand_in(units: str) -> None:
             setattr(products, one.__name__, one)
         matrix.multiply, matrix.take, matrix.give_back = products.in_tiles, products.take_tiles, products.return_tiles
     else:
-        if not has_dot_products():
-            products.add_dots = add_dots
+        simd_dots.has_dot_products = lambda: False
         matrix.multiply, matrix.take, matrix.give_back = products.by_dots, products.nothing, products.nothing

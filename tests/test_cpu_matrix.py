@@ -42,6 +42,7 @@ numbers, lens = AttentionSpec(6, 2, 40, value_dim=16, alibi="linear"), ((30, 9),
 window = AttentionSpec(6, 2, 72, value_dim=40, window_left=33, sinks=True), "auto"
 cases = [
     (*window, bfloat16, ((1, 30, 65), (150, 31, 200))),
+    (AttentionSpec(5, 1, 24, value_dim=104, logits_soft_cap=20.0), "auto", bfloat16, ((3, 1, 40), (45, 1, 240))),
     (AttentionSpec(2, 1, 8, value_dim=88, logits_soft_cap=20.0, alibi="sqrt"), "auto", bfloat16, ((40,), (240,))),
     (AttentionSpec(3, 1, 32, softmax_scale=-0.3, causal=False, window_right=9), "auto", bfloat16, ((30,), (30,))),
 ]

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from octavo.kernels.cpu import decode_float, decode_int8
+from octavo.kernels.cpu import decode_dots, decode_float, decode_int8
+from octavo.kernels.cpu.decode_dots import from_words
 from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES
 from octavo.kernels.cpu.native import biased, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
@@ -26,7 +27,7 @@ from octavo.kernels.cpu.simd import (
     load_splat,
     maximum,
     mul,
-    prefetch,
+    prefetch_far,
     splat,
     splat_halves,
     store,
@@ -36,14 +37,21 @@ from octavo.kernels.cpu.simd import (
     swap_halves,
     tanh,
 )
+from octavo.kernels.cpu.simd_base import IS_ZEN
 from octavo.kernels.cpu.simd_eight_bit import store_i16
-from octavo.kernels.cpu.stored import INLINED, OPTIONS, from_pair, is_int8, size_of, to_pair
+from octavo.kernels.cpu.simd_matrix import store_upper
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, by_dots, from_pair, is_int8, size_of, to_pair
 
-GROUP = 8
-"""KV heads, or tiles, that are asked for together, K and V: the hardware follows 32 places where memory is read."""
+GROUP = 1 if IS_ZEN else 8
+"""KV heads, or tiles, that are asked for together, K and V: Intel's hardware follows 32 places where memory is read,
+AMD's follows none that is left within a few KB."""
 
 V_AHEAD = (GROUP * TILE + 1) * 8
 """Where addresses of V that are asked for follow those of K."""
+
+
+_PRODUCTS = {types.int8: decode_int8, types.uint64: decode_dots}
+"""Who computes the two products, by tag; else `decode_float`."""
 
 
 def _scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
@@ -53,14 +61,14 @@ def _scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fa
         k: where the addresses of the keys' rows stand, to which `offset` is added, and K_SCALES on those of their
             scales, to which scale_offset is added. One more row may be read where `count` is odd.
         ahead, num_ahead: where the addresses of rows stand that are asked for meanwhile, and how many.
-        q: four rows as `_load_queries` leaves them, head_dim * 4 bytes each; factors: what int8 ones are multiplied
-            with, [4, twice] float32.
+        q: four rows as `_load_queries` leaves them, head_dim * 4 bytes each; factors: what their products are
+            multiplied with unless they are float32, [4, twice] float32.
     """
 
 
 @overload(_scores, jit_options=OPTIONS)
 def _choose_scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
-    return decode_int8.scores if tag.dtype == types.int8 else decode_float.scores
+    return _PRODUCTS.get(tag.dtype, decode_float).scores
 
 
 def _add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
@@ -69,7 +77,7 @@ def _add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
 
 @overload(_add_values, jit_options=OPTIONS)
 def _choose_add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
-    return decode_int8.add_values if tag.dtype == types.int8 else decode_float.add_values
+    return _PRODUCTS.get(tag.dtype, decode_float).add_values
 
 
 @njit(**OPTIONS)
@@ -140,8 +148,8 @@ def _softmax(s, count, state, acc, value_dim):
 
 @njit(**OPTIONS)
 def _load_queries(call, row, h, q, factors, tag):
-    """One row's queries of KV head h, zeros past the group: q [blocks * 4][head_dim], scaled and in pair order, or for
-    int8 K int16, with factors [blocks][8], of four heads twice."""
+    """One row's queries of KV head h, zeros past the group: q [blocks * 4][head_dim], scaled and in pair order, or as
+    they are with factors [blocks][8], of four heads twice: for int8 K int16, for dot products bfloat16."""
     shape = call.shape
     zero = splat(np.float32(0))
     for i in range((shape.group + HEADS - 1) // HEADS * HEADS):
@@ -151,12 +159,15 @@ def _load_queries(call, row, h, q, factors, tag):
         else:
             for d in range(0, shape.head_dim * 4, 32):
                 store(row_q + d, zero)
-        if is_int8(tag):
+        if is_int8(tag) or by_dots(tag):
             place = factors + (i // HEADS * 8 + i % HEADS) * 4
             store_one(place, factor)
             store_one(place + HEADS * 4, factor)
             for d in range(0, shape.head_dim, 8):
-                store_i16(row_q + d * 2, load_f32(row_q + d * 4))
+                if is_int8(tag):
+                    store_i16(row_q + d * 2, load_f32(row_q + d * 4))
+                else:
+                    store_upper(row_q + d * 2, load_f32(row_q + d * 4))
         else:
             scale = splat(factor)
             for d in range(0, shape.head_dim * 4, 32):
@@ -173,11 +184,14 @@ def _store_results(call, row, h, split, state, acc, tag):
     width = call.shape.value_dim
     for i in range(call.shape.group):
         values = acc + i * width * 4
-        for d in range(0, width - 8, 16):
-            target = values + d * 4
-            x, y = from_pair(load_f32(target), load_f32(target + 32), tag)
-            store(target, x)
-            store(target + 32, y)
+        if by_dots(tag):
+            from_words(values, width)
+        else:
+            for d in range(0, width - 8, 16):
+                target = values + d * 4
+                x, y = from_pair(load_f32(target), load_f32(target + 32), tag)
+                store(target, x)
+                store(target + 32, y)
         block, lane, head = i // HEADS, i % HEADS, h * call.shape.group + i
         m, l = state[block, lane], state[block, 8 + lane] + state[block, 12 + lane]
         finish(call, head, call.rows.rows[row], split, m, l, values, tag)
@@ -242,14 +256,14 @@ def _ask_for_rows(rows, count, num_bytes):
     for t in range(count):
         row = load_int(rows + t * 8)
         for line in range(0, num_bytes, LINE):
-            prefetch(row + line)
+            prefetch_far(row + line)
 
 
 @njit(**OPTIONS)
 def _ask(addresses, count, offset):
     """Bring scales nearer while other work goes on; those of four keys mostly share a line."""
     for t in range(0, count, 4):
-        prefetch(load_int(addresses + t * 8) + offset)
+        prefetch_far(load_int(addresses + t * 8) + offset)
 
 
 @njit(**INLINED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.kernels.cpu.decode_tile import HEADS, LINE
-from octavo.kernels.cpu.simd import fma, load_f32, load_int, load_splat, prefetch, splat, store, totals
+from octavo.kernels.cpu.simd import fma, load_f32, load_int, load_splat, prefetch_far, splat, store, totals
 from octavo.kernels.cpu.simd_eight_bit import no_codes
 from octavo.kernels.cpu.stored import load, load_pair, note, size_of, with_noted, with_rows_noted
 
@@ -21,8 +21,8 @@ def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fac
             pa = load_int(ahead + t * 8)
             pb = load_int(ahead + t * 8 + 8)
             for line in range(0, head_dim * size, LINE):
-                prefetch(pa + line)
-                prefetch(pb + line)
+                prefetch_far(pa + line)
+                prefetch_far(pb + line)
         a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
         noted_a = noted_b = no_codes()
         qa = q
@@ -72,7 +72,7 @@ def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
         for i in range(asked, min(asked + per_pass, num_ahead)):
             row = load_int(ahead + i * 8)
             for line in range(0, value_dim * size, LINE):
-                prefetch(row + line)
+                prefetch_far(row + line)
         asked += per_pass
         a0, a1 = load_f32(r), load_f32(r + 32)
         b0, b1 = load_f32(r + stride), load_f32(r + stride + 32)

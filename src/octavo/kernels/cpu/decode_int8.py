@@ -18,7 +18,7 @@ from octavo.kernels.cpu.simd import (
     load_splat,
     maximum,
     mul,
-    prefetch,
+    prefetch_far,
     splat,
     splat_halves,
     store,
@@ -58,8 +58,8 @@ def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fac
             pa = load_int(ahead + t * 8)
             pb = load_int(ahead + t * 8 + 8)
             for d in range(0, head_dim, LINE):
-                prefetch(pa + d)
-                prefetch(pb + d)
+                prefetch_far(pa + d)
+                prefetch_far(pb + d)
         a0, a1, a2, a3, b0, b1, b2, b3 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
         qa = q
         for d in range(0, head_dim - 8, 16):
@@ -122,7 +122,7 @@ def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
         for i in range(asked, min(asked + per_pass, num_ahead)):
             row = load_int(ahead + i * 8)
             for line in range(0, value_dim, LINE):
-                prefetch(row + line)
+                prefetch_far(row + line)
         asked += per_pass
         a0, a1, b0, b1, c0, c1, d0, d1 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
         base = offset + d

@@ -19,10 +19,12 @@ from numba import cfunc
 
 from octavo.kernels.cpu import decode, prefill, prefill_matrix, prefill_matrix_products, rows
 from octavo.kernels.cpu.native import call_of
-from octavo.kernels.cpu.stored import COUNTING, TAGS
+from octavo.kernels.cpu.simd_dots import has_dot_products
+from octavo.kernels.cpu.stored import BFLOAT16, COUNTING, DOTS, TAGS
 
 _SOURCES = (
     "decode",
+    "decode_dots",
     "decode_float",
     "decode_int8",
     "decode_tile",
@@ -91,6 +93,7 @@ def _functions() -> dict[str, Callable[[int], None]]:
 
 def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool, sources: int) -> Callable[[int], None]:
     k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
+    k_dots, v_dots = (DOTS if dtype == torch.bfloat16 else TAGS[dtype] for dtype in (k_dtype, v_dtype))
 
     def run(job):
         if sources:
@@ -100,7 +103,15 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool,
             if len(call.prefill.items) > 0:
                 prefill.work(call, k_tag, v_tag)
 
-    def run_on_units(job):
+    def run_dots(job):
+        if sources:
+            call = call_of(job)
+            if len(call.decode.items) > 0:
+                decode.work(call, k_dots, v_dots)
+            if len(call.prefill.items) > 0:
+                prefill_matrix.work(call, k_tag, v_tag)
+
+    def run_tiles(job):
         if sources:
             call = call_of(job)
             if len(call.decode.items) > 0:
@@ -108,7 +119,23 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool,
             if len(call.prefill.items) > 0:
                 prefill_matrix.work(call, k_tag, v_tag)
 
-    made = run_on_units if on_units else run
+    def run_tiles_and_dots(job):
+        if sources:
+            call = call_of(job)
+            if len(call.decode.items) > 0:
+                if call.tensors.q_kind == BFLOAT16:
+                    decode.work(call, k_dots, v_dots)
+                else:
+                    decode.work(call, k_tag, v_tag)
+            if len(call.prefill.items) > 0:
+                prefill_matrix.work(call, k_tag, v_tag)
+
+    made = run
+    if on_units:
+        has_both = (
+            prefill_matrix_products.UNITS == "tiles" and has_dot_products() and (k_dots, v_dots) != (k_tag, v_tag)
+        )
+        made = run_tiles_and_dots if has_both else run_tiles if prefill_matrix_products.UNITS == "tiles" else run_dots
     made.__name__ = made.__qualname__ = attend(k_dtype, v_dtype, on_units)
     return made
 

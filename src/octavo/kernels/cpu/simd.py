@@ -24,6 +24,7 @@ from octavo.kernels.cpu.simd_base import (
     I32,
     I64,
     INTS,
+    IS_ZEN,
     LANES,
     V8,
     VW,
@@ -164,6 +165,15 @@ def load_splat_wide(builder: Any, address: Any) -> Any:
 def prefetch(builder: Any, address: Any) -> Any:
     """Ask for the cache line at an address; nothing happens if there is none."""
     read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.inttoptr(address, BYTE_POINTER), read, keep, data)
+    return DONE
+
+
+@operation(types.void, A)
+def prefetch_far(builder: Any, address: Any) -> Any:
+    """The same for a line of memory: to where most requests are open at once. A Zen core has more of them for its
+    second-level cache than the 24 for its first; on Intel's all take one way."""
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 2 if IS_ZEN else 3, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), builder.inttoptr(address, BYTE_POINTER), read, keep, data)
     return DONE
 

@@ -22,8 +22,11 @@ LANES = 8
 WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else LANES
 """The widest register of this machine."""
 
+IS_ZEN = llvmlite.binding.get_host_cpu_name().startswith("znver")
+"""Whether this is one of AMD's Zen cores."""
+
 F16, F32 = ir.HalfType(), ir.FloatType()
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 INTS = ir.VectorType(I32, LANES)
 BYTE_POINTER = ir.IntType(8).as_pointer()
 DONE = ir.Constant(BYTE_POINTER, None)
@@ -53,7 +56,7 @@ class _IntVectorModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, ir.VectorType(ir.IntType(numba_type.bits), numba_type.lanes))
 
 
-V8, VW = _FloatVector(LANES), _FloatVector(WIDE)
+V8, VW, V16 = _FloatVector(LANES), _FloatVector(WIDE), _FloatVector(16)
 I32X8, I16X16, I8X16 = _IntVector(32, LANES), _IntVector(16, 2 * LANES), _IntVector(8, 2 * LANES)
 V = "vector"  # of either width, the same in all of an operation's places
 A = types.int64  # an address, or an offset in bytes

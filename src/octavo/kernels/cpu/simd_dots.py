@@ -1,6 +1,7 @@
 """Dot products of bfloat16 (AVX-512's) for Numba: two products a lane and instruction, summed in float32.
 
-Squares lie as `simd_matrix` describes them. Numbers below 2 ** -126 count as 0, as there.
+Words are as in `simd_matrix`: of two bfloat16. Numbers below 2 ** -126 count as 0, as there. Machines without these
+instructions widen both numbers of a word, which is for tests.
 Intel, Architecture Instruction Set Extensions Programming Reference (319433), VDPBF16PS.
 """
 
@@ -12,7 +13,25 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
-from octavo.kernels.cpu.simd_base import DONE, F32, I32, I64, A, broadcast, call, load_vector, operation, store_vector
+from octavo.kernels.cpu.simd_base import (
+    BYTE_POINTER,
+    DONE,
+    F32,
+    I1,
+    I16,
+    I32,
+    I64,
+    V8,
+    V16,
+    A,
+    broadcast,
+    call,
+    load_vector,
+    math_of,
+    operation,
+    shuffle,
+    store_vector,
+)
 from octavo.kernels.cpu.simd_matrix import BLOCK, TILE_BYTES
 
 ROWS = 8
@@ -35,12 +54,31 @@ class _Bfloat16(ir.Type):
 
 
 _SUMS, _WORDS, _PAIRS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(_Bfloat16(), 2 * LANES)
+_SHORTS = ir.VectorType(I16, 2 * LANES)
 
 
 def has_dot_products() -> bool:
     """Whether this machine has these instructions."""
     features = llvmlite.binding.get_host_cpu_features()
     return all(features.get(name, False) for name in ("avx512f", "avx512bf16"))
+
+
+def _add(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """sums + a b, of words."""
+    if has_dot_products():
+        pairs = (builder.bitcast(x, _PAIRS) for x in (a, b))
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, sums, *pairs)
+    a, b = (builder.bitcast(x, _WORDS) for x in (a, b))
+    low, high = ([f(builder, x) for x in (a, b)] for f in (_low_half, _high_half))
+    return math_of(builder, "fma", *high, math_of(builder, "fma", *low, sums))
+
+
+def _low_half(builder: Any, words: Any) -> Any:
+    return builder.bitcast(builder.shl(words, ir.Constant(_WORDS, [16] * LANES)), _SUMS)
+
+
+def _high_half(builder: Any, words: Any) -> Any:
+    return builder.bitcast(builder.and_(words, ir.Constant(_WORDS, [-0x10000] * LANES)), _SUMS)
 
 
 @operation(types.void, A, A, A, types.int64, A, types.boolean)
@@ -59,22 +97,20 @@ def add_dots(builder: Any, left: Any, right: Any, right_step: Any, count: Any, s
     entry, loop, after = builder.block, builder.append_basic_block("squares"), builder.append_basic_block("done")
     builder.branch(loop)
     builder.position_at_end(loop)
-    names = [I64, I64, I64, *(_SUMS for _ in places)]
+    number, a, b, *total = phis = [builder.phi(kind) for kind in (I64, I64, I64, *(_SUMS for _ in places))]
     first = [I64(0), left, right, *before]
-    number, a, b, *total = (builder.phi(kind) for kind in names)
-    phis = [number, a, b, *total]
     for word in range(BLOCK // 2):
         line = builder.add(b, I64(word * _LINE))
         halves = [
-            builder.bitcast(load_vector(builder, builder.add(line, I64(half * TILE_BYTES)), I32, LANES, 4), _PAIRS)
+            load_vector(builder, builder.add(line, I64(half * TILE_BYTES)), I32, LANES, 4)
             for half in range(BLOCK // LANES)
         ]
         for row in range(ROWS):
             address = builder.inttoptr(builder.add(a, I64(row * TILE_BYTES + word * 4)), I32.as_pointer())
-            pair = builder.bitcast(broadcast(builder, builder.load(address), LANES), _PAIRS)
+            pair = broadcast(builder, builder.load(address), LANES)
             for half, words in enumerate(halves):
                 i = row * len(halves) + half
-                total[i] = call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, total[i], pair, words)
+                total[i] = _add(builder, total[i], pair, words)
     following = [
         builder.add(number, I64(1)),
         builder.add(a, I64(BLOCK * TILE_BYTES)),
@@ -89,3 +125,108 @@ def add_dots(builder: Any, left: Any, right: Any, right_step: Any, count: Any, s
     for place, result in zip(at, total, strict=True):
         store_vector(builder, place, result, 4)
     return DONE
+
+
+@operation(V16, V16, V16, V16)
+def add_dot(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    """sums + a b, words in float32's place."""
+    return _add(builder, sums, a, b)
+
+
+@operation(V16)
+def zero_words(_builder: Any) -> Any:
+    """Sixteen zeros."""
+    return ir.Constant(_SUMS, [0.0] * LANES)
+
+
+@operation(V16, A)
+def load_words(builder: Any, address: Any) -> Any:
+    """Sixteen words, or float32."""
+    return load_vector(builder, address, F32, LANES, 2)
+
+
+@operation(V16, A, types.int64)
+def load_some_words(builder: Any, address: Any, count: Any) -> Any:
+    """The first `count` words, fewer than sixteen; then zeros."""
+    mask = builder.trunc(builder.sub(builder.shl(I64(1), count), I64(1)), I16)
+    lanes = builder.bitcast(mask, ir.VectorType(I1, LANES))
+    place, zero = builder.inttoptr(address, BYTE_POINTER), ir.Constant(_SUMS, [0.0] * LANES)
+    return call(builder, f"llvm.masked.load.v{LANES}f32.p0", _SUMS, place, I32(2), lanes, zero)
+
+
+@operation(V16, A)
+def load_word(builder: Any, address: Any) -> Any:
+    """One word in all lanes."""
+    return broadcast(builder, builder.load(builder.inttoptr(address, F32.as_pointer())), LANES)
+
+
+def _zip(builder: Any, a: Any, b: Any, first: int) -> Any:
+    lanes = [8 * lane + first + i + of for lane in range(4) for i in range(4) for of in (0, 2 * LANES)]
+    return builder.bitcast(shuffle(builder, builder.bitcast(a, _SHORTS), builder.bitcast(b, _SHORTS), lanes), _SUMS)
+
+
+@operation(V16, V16, V16)
+def zip_low(builder: Any, a: Any, b: Any) -> Any:
+    """Words of (a, b)'s bfloat16 numbers 0 to 3, 8 to 11, 16 to 19, 24 to 27: one instruction's order."""
+    return _zip(builder, a, b, 0)
+
+
+@operation(V16, V16, V16)
+def zip_high(builder: Any, a: Any, b: Any) -> Any:
+    """Words of the other numbers, 4 to 7 and so on."""
+    return _zip(builder, a, b, 4)
+
+
+@operation(V8, V8, V8)
+def low_halves(builder: Any, x: Any, y: Any) -> Any:
+    """Lanes 0 to 3 of x, then of y."""
+    return shuffle(builder, x, y, [0, 1, 2, 3, 8, 9, 10, 11])
+
+
+@operation(V8, V8, V8)
+def high_halves(builder: Any, x: Any, y: Any) -> Any:
+    """Lanes 4 to 7 of x, then of y."""
+    return shuffle(builder, x, y, [4, 5, 6, 7, 12, 13, 14, 15])
+
+
+@operation(V16, V8)
+def twice(builder: Any, x: Any) -> Any:
+    """Eight lanes, and again."""
+    return shuffle(builder, x, x, [*range(8), *range(8)])
+
+
+@operation(types.void, A, V8)
+def store_weights(builder: Any, address: Any, x: Any) -> Any:
+    """Four words of lanes i and 4 + i, rounded to the nearest bfloat16; of numbers that are not negative."""
+    bits = builder.add(builder.bitcast(x, ir.VectorType(I32, 8)), ir.Constant(ir.VectorType(I32, 8), [0x8000] * 8))
+    low, high = (shuffle(builder, bits, bits, list(range(first, first + 4))) for first in (0, 4))
+    words = builder.or_(
+        builder.lshr(low, ir.Constant(low.type, [16] * 4)), builder.and_(high, ir.Constant(low.type, [-0x10000] * 4))
+    )
+    return store_vector(builder, address, words, 4)
+
+
+@operation(V16, *(V16 for _ in range(LANES)))
+def totals(builder: Any, *vectors: Any) -> Any:
+    """The sums of sixteen vectors, one a lane: 15 additions of shuffled pairs."""
+
+    def within(low: list[int], high: list[int]) -> tuple[list[int], list[int]]:
+        return tuple([4 * lane + i for lane in range(4) for i in four] for four in (low, high))  # type: ignore[return-value]
+
+    def quarters(*chosen: int) -> list[int]:
+        return [4 * quarter + i for quarter in chosen for i in range(4)]
+
+    both = LANES
+    steps = (
+        within([0, both, 1, both + 1], [2, both + 2, 3, both + 3]),
+        within([0, 1, both, both + 1], [2, 3, both + 2, both + 3]),
+        (quarters(0, 2, 4, 6), quarters(1, 3, 5, 7)),
+        (quarters(0, 2, 4, 6), quarters(1, 3, 5, 7)),
+    )
+    left = list(vectors)
+    for lanes in steps:
+        left = [
+            builder.fadd(*(shuffle(builder, left[i], left[i + 1], one) for one in lanes))
+            for i in range(0, len(left), 2)
+        ]
+    return left[0]

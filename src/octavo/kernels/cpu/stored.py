@@ -82,6 +82,9 @@ TAGS = {
 }
 """Tags: NumPy scalar types, as Numba tells functions of different types apart; they only stand for the dtypes."""
 
+DOTS = np.uint64
+"""The tag of bfloat16 that decode multiplies by dot products."""
+
 
 class _Stored(NamedTuple):
     size: int  # bytes of a number
@@ -99,6 +102,7 @@ _BY_TAG = {
     types.int8: _Stored(1, load_i8),
     types.uint8: _Stored(1, load_e4m3, load_e4m3_even, load_e4m3_odd, E4M3_UNIT),
     types.uint32: _Stored(1, load_e5m2, load_e5m2_even, load_e5m2_odd),
+    types.uint64: _Stored(2, load_bf16),
 }
 
 
@@ -174,6 +178,12 @@ def parts_of(of: Any, _builder: Any) -> Any:
 def is_int8(of: Any, _builder: Any) -> Any:
     """Whether the numbers are int8."""
     return ir.IntType(1)(of == types.int8)
+
+
+@tagged(types.boolean)
+def by_dots(of: Any, _builder: Any) -> Any:
+    """Whether the numbers are bfloat16 for dot products."""
+    return ir.IntType(1)(of == types.uint64)
 
 
 @tagged(types.float64)
