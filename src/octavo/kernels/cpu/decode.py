@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from octavo.kernels.cpu import decode_dots, decode_float, decode_int8
 from octavo.kernels.cpu.decode_dots import from_words
-from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES
+from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES, WIDE_TILE
 from octavo.kernels.cpu.native import biased, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     add,
@@ -215,18 +215,19 @@ def _find_tile(call, table, first, count, addresses):
 
 
 @njit(**OPTIONS)
-def _find_tiles(call, table, first, last, num_tiles, addresses):
-    """`_find_tile` of the tiles from key `first` on, each FOUND bytes further on. Returns the end of their keys."""
-    end = min(first + num_tiles * TILE, last)
+def _find_tiles(call, table, first, last, num_tiles, size, addresses):
+    """`_find_tile` of the tiles of `size` keys from key `first` on, each FOUND bytes further on. Returns the end of
+    their keys."""
+    end = min(first + num_tiles * size, last)
     while first < end:
-        _find_tile(call, table, first, min(TILE, end - first), addresses)
-        first += TILE
+        _find_tile(call, table, first, min(size, end - first), addresses)
+        first += size
         addresses += FOUND
     return end
 
 
 @njit(**OPTIONS)
-def _order(call, tiles, count, head_start, head_end, ahead):
+def _order(call, tiles, count, size, head_start, head_end, ahead):
     """In which order rows of some heads are asked for: their addresses at `ahead`, and V's V_AHEAD further on. Returns
     how many of K, and of V.
 
@@ -235,14 +236,14 @@ def _order(call, tiles, count, head_start, head_end, ahead):
     Zen enough are open (see `prefetch_far`), and memory is quicker where it is read on: head by head.
 
     Args:
-        tiles, count: see `_find_tiles`, and keys of all.
+        tiles, count, size: see `_find_tiles`; keys of all, and of a tile.
     """
     k_head, v_head, target = call.tensors.k_strides[2], call.tensors.v_strides[2], ahead
     heads = 1 if IS_ZEN else head_end - head_start
     for first in range(head_start, head_end, heads):
-        for t in range(min(TILE, count)):
+        for t in range(min(size, count)):
             rows = tiles + t * 8
-            for _ in range(t, count, TILE):
+            for _ in range(t, count, size):
                 k_row, v_row = load_int(rows), load_int(rows + VALUES)
                 for h in range(first, first + heads):
                     store_int(target, k_row + h * k_head)
@@ -363,28 +364,29 @@ def _attend(call, item, scratch, k_tag, v_tag):
     num_groups, num_tiles = (num_heads + together - 1) // together, max(together // num_heads, 1)
     edge = head_start + num_heads // num_groups
     # Tiles begin at multiples from the split's start: where a row's sums are cut must not depend on its neighbours.
-    end = first - (first - start) % TILE
-    next_end = _find_tiles(call, table, end, last, num_tiles, there)
-    num_asked = _order(call, there, next_end - end, head_start, edge, asked)
+    size = WIDE_TILE if size_of(k_tag) > 2 else TILE
+    end = first - (first - start) % size
+    next_end = _find_tiles(call, table, end, last, num_tiles, size, there)
+    num_asked = _order(call, there, next_end - end, size, head_start, edge, asked)
     _ask_for_rows(asked, num_asked, shape.head_dim * size_of(k_tag))
     _ask_for_rows(asked + V_AHEAD, num_asked, shape.value_dim * size_of(v_tag))
     while end < last:
         set_start, end = end, next_end
         here, there = there, here
-        next_end = _find_tiles(call, table, end, last, num_tiles, there)
+        next_end = _find_tiles(call, table, end, last, num_tiles, size, there)
         for group in range(num_groups):
             # While a group of heads is worked on, the next one is asked for.
             group_start = head_start + num_heads * group // num_groups
             group_end = head_start + num_heads * (group + 1) // num_groups
             if group_end < head_end:
                 last_head = head_start + num_heads * (group + 2) // num_groups
-                num_asked = _order(call, here, end - set_start, group_end, last_head, asked)
+                num_asked = _order(call, here, end - set_start, size, group_end, last_head, asked)
             else:
-                num_asked = _order(call, there, next_end - end, head_start, edge, asked)
-            steps, step, todo = (end - set_start + TILE - 1) // TILE * (group_end - group_start), 0, 0
-            for tile in range(set_start, end, TILE):
-                place = (tile - set_start) // TILE * FOUND
-                after, num_after = there + place, min(TILE, next_end - end - (tile - set_start))
+                num_asked = _order(call, there, next_end - end, size, head_start, edge, asked)
+            steps, step, todo = (end - set_start + size - 1) // size * (group_end - group_start), 0, 0
+            for tile in range(set_start, end, size):
+                place = (tile - set_start) // size * FOUND
+                after, num_after = there + place, min(size, next_end - end - (tile - set_start))
                 for h in range(group_start, group_end):
                     step += 1
                     done, todo = todo, num_asked * step // steps
@@ -392,7 +394,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                         _ask(after + K_SCALES, num_after, h * scales.k_strides[2])
                     if scales.v != 0:
                         _ask(after + V_SCALES, num_after, h * scales.v_strides[2])
-                    keys = (tile, min(tile + TILE, end), here + place)
+                    keys = (tile, min(tile + size, end), here + place)
                     _meet(call, item, scratch, keys, h, asked + done * 8, todo - done, k_tag, v_tag)
 
     for row in range(row_start, row_end):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-TILE = 16
-"""Keys of a tile."""
+from octavo.kernels.cpu.simd_base import IS_ZEN
+
+TILE = 32 if IS_ZEN else 16
+"""Keys of a tile, of at most 16 bits a number."""
+
+WIDE_TILE = 16
+"""Keys of a tile of float32."""
 
 HEADS = 4
 """Query heads that share a K row; smaller groups compute the missing heads for nothing."""
