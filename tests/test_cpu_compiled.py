@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -193,15 +194,15 @@ def test_k_and_v_of_different_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WIDE = """
-import os
 import llvmlite.binding
+import numba
 found = llvmlite.binding.get_host_cpu_features()
-os.environ["NUMBA_CPU_FEATURES"] = found.flatten()  # code for this machine, in vectors of two registers
 llvmlite.binding.get_host_cpu_features = lambda: type(found)({**found, "avx512f": True, "avx2": False})
 from octavo.kernels.cpu import simd
 from octavo.kernels.cpu.simd_base import WIDE
 from octavo.kernels.cpu.simd_eight_bit import HAS_PAIRS
 assert (WIDE, HAS_PAIRS) == (16, False)
+numba.config.CPU_FEATURES = found.flatten()  # code for this machine, in vectors of two registers
 import torch
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
@@ -225,6 +226,39 @@ def test_vectors_of_sixteen(tmp_path: Path) -> None:
         check=True,
         timeout=300,
         env={"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"},
+    )
+
+
+HASWELL = """
+from octavo.kernels.cpu import prefill_matrix_products, simd_base
+assert (simd_base.WIDE, prefill_matrix_products.UNITS) == (8, "")
+import torch
+from conformance.harness import attend, make_plan
+from octavo.bench.cases import Case, build
+from octavo.kernels.cpu import jobs
+from octavo.spec import AttentionSpec
+from tolerance import assert_attention
+torch.set_num_threads(1)
+problem = build(Case("haswell", AttentionSpec(6, 2, 72, value_dim=40), (1, 30), (150, 31)), poison=float("nan"))
+assert_attention(problem, *attend(problem, make_plan(problem)))
+assert set(jobs._MADE) == {"attend_bfloat16_bfloat16"}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other machine is x86_64")
+def test_code_for_another_machine(tmp_path: Path) -> None:
+    """Numba may be told to compile for less than this machine has."""
+    tests = Path(__file__).parent
+    subprocess.run(
+        [sys.executable, "-c", HASWELL],
+        check=True,
+        timeout=300,
+        env={
+            "PYTHONPATH": f"{tests.parent / 'src'}:{tests}",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "NUMBA_OPT": "0",
+            "NUMBA_CPU_NAME": "haswell",
+        },
     )
 
 

@@ -12,14 +12,22 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 8
 """One AVX register; LLVM makes two NEON registers of it."""
 
-WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else LANES
+
+def has_features(*names: str) -> bool:
+    """Whether the machine that Numba compiles for has all of these; False where a setting of Numba's names another one
+    than this."""
+    found = {} if config.CPU_NAME or config.CPU_FEATURES else llvmlite.binding.get_host_cpu_features()
+    return all(found.get(name, False) for name in names)
+
+
+WIDE = 16 if has_features("avx512f") else LANES
 """The widest register of this machine."""
 
 IS_ZEN = llvmlite.binding.get_host_cpu_name().startswith("znver")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
@@ -26,6 +25,7 @@ from octavo.kernels.cpu.simd_base import (
     A,
     broadcast,
     call,
+    has_features,
     load_vector,
     math_of,
     operation,
@@ -59,8 +59,7 @@ _SHORTS = ir.VectorType(I16, 2 * LANES)
 
 def has_dot_products() -> bool:
     """Whether this machine has these instructions."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return all(features.get(name, False) for name in ("avx512f", "avx512bf16"))
+    return has_features("avx512f", "avx512bf16")
 
 
 def _add(builder: Any, sums: Any, a: Any, b: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
@@ -28,6 +27,7 @@ from octavo.kernels.cpu.simd_base import (
     broadcast,
     call,
     constant,
+    has_features,
     load_vector,
     math_of,
     operation,
@@ -43,7 +43,7 @@ E4M3_UNIT = 256.0
 """What the loads of e4m3 must be multiplied with: float16's exponent has another bias."""
 
 
-HAS_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx2", False))
+HAS_PAIRS = has_features("avx2")
 """Whether the machine multiplies sixteen int16 and adds neighbours at once; LLVM does not see it in plain terms."""
 
 

@@ -17,7 +17,6 @@ import sys
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
@@ -33,6 +32,7 @@ from octavo.kernels.cpu.simd_base import (
     A,
     V,
     call,
+    has_features,
     int_constant,
     operation,
     store_vector,
@@ -58,8 +58,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 def has_matrix_units() -> bool:
     """Whether this machine multiplies bfloat16 in tiles, and the system lets this process (asked once, for all of its
     threads and children)."""
-    features = llvmlite.binding.get_host_cpu_features()
-    wanted = all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512f"))
+    wanted = has_features("amx-tile", "amx-bf16", "avx512f")
     if not wanted or not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return False
     refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
