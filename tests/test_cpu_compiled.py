@@ -262,6 +262,17 @@ def test_code_for_another_machine(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_begins_with_scores_of_minus_infinity(dtype: torch.dtype) -> None:
+    """A row whose first tile has no weight goes on to the next."""
+    problem = build(Case("minus infinity", AttentionSpec(1, 1, 8, window_left=1), (1,), (33,), dtype=dtype))
+    problem.q.fill_(1)
+    problem.cache.k_cache[problem.batch.block_table[0, 31 // 16], 31 % 16, 0, 0] = -torch.inf
+    out, lse = attend(problem, make_plan(problem))
+    assert torch.equal(out[0, 0], problem.values[0][32, 0])
+    assert lse[0, 0].item() == pytest.approx((problem.keys[0][32, 0].double().sum() / math.sqrt(8)).item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize(("which", "bad"), [("v", torch.nan), ("v", torch.inf), ("k", torch.nan)])

@@ -52,6 +52,7 @@ if units == "tiles":
         (numbers, "int8_per_token", bfloat16, lens),
         (*window, float32, ((1, 30, 65), (150, 31, 200))),
         (AttentionSpec(3, 1, 64, softmax_scale=-0.3, logits_soft_cap=20.0), "auto", float32, ((40,), (240,))),
+        (AttentionSpec(4, 1, 256, window_left=3), "auto", float32, ((100,), (160,))),  # needs small products first
         (*window, float16, ((65,), (200,))),
         (numbers, "int8_per_token", float32, lens),
         (numbers, "int8_per_token", float16, lens),

@@ -16,6 +16,7 @@ from octavo.kernels.cpu import decode_dots, decode_float, decode_int8
 from octavo.kernels.cpu.decode_dots import from_words
 from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES, WIDE_TILE
 from octavo.kernels.cpu.native import biased, find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.prefill_item import LEAST
 from octavo.kernels.cpu.simd import (
     add,
     any_above,
@@ -128,8 +129,10 @@ def _softmax(s, count, state, acc, value_dim):
         top = maximum(load_f32(s + i * 32), top)
     top = maximum(swap_halves(top), top)
     sums = load_f32(state + 32)
+    # Finite, so that scores of -inf get weights of 0 where a row has seen no others.
+    shift = maximum(top, splat(LEAST))
     if any_above(top, before):
-        rescale = exp2(sub(before, top))
+        rescale = exp2(sub(before, shift))
         store(state, rescale)
         for head in range(HEADS):
             factor = load_splat(state + head * 4)
@@ -139,7 +142,7 @@ def _softmax(s, count, state, acc, value_dim):
         sums = mul(sums, rescale)
         store(state, top)
     for i in range(pairs):
-        x = exp2(sub(load_f32(s + i * 32), top))
+        x = exp2(sub(load_f32(s + i * 32), shift))
         store(s + i * 32, x)
         sums = add(sums, x)
     store(state + 32, sums)
@@ -178,8 +181,9 @@ def _load_queries(call, row, h, q, factors, tag):
 
 
 @njit(**OPTIONS)
-def _store_results(call, row, h, split, state, acc, tag):
-    """One row's results of KV head h. state: [blocks, 16] maximum and sum; acc: [blocks * 4][value_dim]."""
+def _store_results(call, row, h, split, sees, state, acc, tag):
+    """One row's results of KV head h. sees: whether it sees keys; state: [blocks, 16] maximum and sum; acc:
+    [blocks * 4][value_dim]."""
     width = call.shape.value_dim
     for i in range(call.shape.group):
         values = acc + i * width * 4
@@ -193,6 +197,8 @@ def _store_results(call, row, h, split, state, acc, tag):
                 store(target + 32, y)
         block, lane, head = i // HEADS, i % HEADS, h * call.shape.group + i
         m, l = state[block, lane], state[block, 8 + lane] + state[block, 12 + lane]
+        if sees and l == 0 and len(call.sinks) == 0:
+            l = np.float32(np.nan)  # all scores are -inf
         finish(call, head, call.rows.rows[row], split, m, l, values, tag)
 
 
@@ -233,23 +239,30 @@ def _order(call, tiles, count, size, head_start, head_end, ahead):
 
     Intel's hardware brings more by itself within 4 KiB that are read in order and not all at once, and few requests of
     ours are open at a time. So every 4 KiB is asked for a piece now and then, row by row for all heads and tiles. On
-    Zen enough are open (see `prefetch_far`), and memory is quicker where it is read on: head by head.
+    Zen enough are open (see `prefetch_far`), and memory is quicker where it is read on: tile by tile, head by head.
 
     Args:
         tiles, count, size: see `_find_tiles`; keys of all, and of a tile.
     """
     k_head, v_head, target = call.tensors.k_strides[2], call.tensors.v_strides[2], ahead
-    heads = 1 if IS_ZEN else head_end - head_start
-    for first in range(head_start, head_end, heads):
-        for t in range(min(size, count)):
-            rows = tiles + t * 8
-            for _ in range(t, count, size):
-                k_row, v_row = load_int(rows), load_int(rows + VALUES)
-                for h in range(first, first + heads):
-                    store_int(target, k_row + h * k_head)
-                    store_int(target + V_AHEAD, v_row + h * v_head)
+    if IS_ZEN:
+        for first in range(0, count, size):
+            for h in range(head_start, head_end):
+                for row in range(tiles, tiles + min(size, count - first) * 8, 8):
+                    store_int(target, load_int(row) + h * k_head)
+                    store_int(target + V_AHEAD, load_int(row + VALUES) + h * v_head)
                     target += 8
-                rows += FOUND
+            tiles += FOUND
+        return (target - ahead) // 8
+    for t in range(min(size, count)):
+        rows = tiles + t * 8
+        for _ in range(t, count, size):
+            k_row, v_row = load_int(rows), load_int(rows + VALUES)
+            for h in range(head_start, head_end):
+                store_int(target, k_row + h * k_head)
+                store_int(target + V_AHEAD, v_row + h * v_head)
+                target += 8
+            rows += FOUND
     return (target - ahead) // 8
 
 
@@ -398,9 +411,10 @@ def _attend(call, item, scratch, k_tag, v_tag):
                     _meet(call, item, scratch, keys, h, asked + done * 8, todo - done, k_tag, v_tag)
 
     for row in range(row_start, row_end):
+        sees = max(start, np.int64(rows.lo[row])) < min(stop, np.int64(rows.hi[row]))
         for h in range(head_start, head_end):
             unit = (row - row_start) * per_row + (h - head_start) * blocks
-            _store_results(call, row, h, split, state[unit : unit + blocks], acc_base + unit * acc_size, v_tag)
+            _store_results(call, row, h, split, sees, state[unit : unit + blocks], acc_base + unit * acc_size, v_tag)
 
 
 @njit(**INLINED)

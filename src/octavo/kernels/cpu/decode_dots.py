@@ -110,7 +110,8 @@ def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
             store(r, a)
     for t in range(0, count, 2):
         store_weights(s + t * 8, load_f32(s + t * 16))
-    per_pass = (num_ahead * STEP + value_dim - 1) // value_dim  # spread over the passes: few fetches fit at a time
+    # Spread over the passes: few fetches fit at a time.
+    per_pass = (num_ahead * STEP + whole - 1) // max(whole, 1)
     asked = 0
     for d in range(0, whole, STEP):
         for i in range(asked, min(asked + per_pass, num_ahead)):

@@ -83,20 +83,20 @@ def _scores(k, k_parts, q, q_parts, s, start, end, depth):
     count, step = depth // BLOCK, q_parts * SQUARE
     for t in range(start, end, BLOCK):
         square = k + t // BLOCK * count * k_parts * SQUARE
-        multiply(square, k_parts, q, q_parts, step, q + 2 * SQUARE, step, count, s + t * LINE, True)
+        multiply(square, k_parts, q, q_parts, step, q + 2 * SQUARE, step, count, s + t * LINE, True, 0)
 
 
 @njit(**OPTIONS)
-def _add_values(v, v_parts, p, p_parts, third, acc, start, end, width, fresh):
+def _add_values(v, v_parts, p, p_parts, third, acc, start, end, width, fresh, room):
     """acc[number][row] = (0 if fresh else acc[number][row]) + sum over keys start to end - 1 of v[number][key] *
     p[key][row], for a block of rows.
 
-    p, third: weights as `_softmax` leaves them.
+    p, third: weights as `_softmax` leaves them; room: for [BLOCK][BLOCK] float32.
     """
     p, third, count = p + start * LINE, third + start // 2 * LINE, (end - start) // BLOCK
     for d in range(0, width, BLOCK):
         square = v + (d // BLOCK * (KEYS // BLOCK) + start // BLOCK) * v_parts * SQUARE
-        multiply(square, v_parts, p, p_parts, 2 * SQUARE, third, SQUARE, count, acc + d * LINE, fresh)
+        multiply(square, v_parts, p, p_parts, 2 * SQUARE, third, SQUARE, count, acc + d * LINE, fresh, room)
 
 
 @njit(**OPTIONS)
@@ -269,9 +269,9 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
 def _attend(call, item, scratch, k_tag, v_tag):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, _, row_start, row_end, head = item
-    q, acc, k, v, s, third, query_room, result_room, zeros, facts, facts_line, bounds, terms, fresh, found, numbers = (
-        scratch
-    )
+    operands, rooms, facts, facts_line, bounds, terms, fresh, found, numbers = scratch
+    q, acc, k, v, s, third, room = operands
+    query_room, result_room, zeros = rooms
     shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
     table = call.rows.block_table[seq]
     num_rows = (row_end - row_start) * shape.group
@@ -370,7 +370,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
             is_fresh = fresh[r // BLOCK] != 0
             row_tops, row_sums = tops + r * 4, sums + r * 4
             _softmax(s, lo, hi, row_factors, by_value, row_tops, row_sums, row_acc, width, is_fresh, p_parts, third)
-            _add_values(v, parts_of(v_tag), s, p_parts, third, row_acc, lo, hi, width, is_fresh)
+            _add_values(v, parts_of(v_tag), s, p_parts, third, row_acc, lo, hi, width, is_fresh, room)
             fresh[r // BLOCK] = 0
     for r in range(0, num_rows, BLOCK):
         if fresh[r // BLOCK] != 0:  # rows that see no keys
@@ -395,6 +395,7 @@ def work(call, k_tag, v_tag):
     memory = np.zeros(
         num_rows * (q_bytes + width * 4)
         + KEYS * (k_bytes + v_bytes + LINE + LINE // 2 + 52)
+        + BLOCK * LINE
         + depth * 52
         + width * 32
         + max(depth, width) * 4
@@ -410,31 +411,16 @@ def work(call, k_tag, v_tag):
     v = k + KEYS * k_bytes
     s = v + KEYS * v_bytes
     third = s + KEYS * LINE
-    found = third + KEYS // 2 * LINE
+    room = third + KEYS // 2 * LINE
+    found = room + BLOCK * LINE
     numbers = found + KEYS * 40
     query_room = numbers + KEYS * 12
     result_room = query_room + depth * 52
     zeros = result_room + width * 32 + 64
     facts = zeros + max(depth, width) * 4
     before = facts + 8 * facts_line
-    scratch = (
-        q,
-        acc,
-        k,
-        v,
-        s,
-        third,
-        query_room,
-        result_room,
-        zeros,
-        facts,
-        facts_line,
-        bounds,
-        terms,
-        fresh,
-        found,
-        numbers,
-    )
+    operands, rooms = (q, acc, k, v, s, third, room), (query_room, result_room, zeros)
+    scratch = (operands, rooms, facts, facts_line, bounds, terms, fresh, found, numbers)
     take(before)
     while True:
         index = fetch_add(counter, 1)

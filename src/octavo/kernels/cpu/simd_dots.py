@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
 from octavo.kernels.cpu.simd_base import (
-    BYTE_POINTER,
     DONE,
     F32,
     I1,
@@ -53,7 +53,8 @@ class _Bfloat16(ir.Type):
         return hash(_Bfloat16)
 
 
-_SUMS, _WORDS, _PAIRS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(_Bfloat16(), 2 * LANES)
+_SUMS, _WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+_PAIRS = _WORDS if llvmlite.binding.llvm_version_info[0] < 16 else ir.VectorType(_Bfloat16(), 2 * LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
 
 
@@ -149,7 +150,7 @@ def load_some_words(builder: Any, address: Any, count: Any) -> Any:
     """The first `count` words, fewer than sixteen; then zeros."""
     mask = builder.trunc(builder.sub(builder.shl(I64(1), count), I64(1)), I16)
     lanes = builder.bitcast(mask, ir.VectorType(I1, LANES))
-    place, zero = builder.inttoptr(address, BYTE_POINTER), ir.Constant(_SUMS, [0.0] * LANES)
+    place, zero = builder.inttoptr(address, _SUMS.as_pointer()), ir.Constant(_SUMS, [0.0] * LANES)
     return call(builder, f"llvm.masked.load.v{LANES}f32.p0", _SUMS, place, I32(2), lanes, zero)
 
 
