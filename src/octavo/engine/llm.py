@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from octavo.engine.block_pool import BlockPool
 from octavo.engine.device import best_device
 from octavo.engine.errors import RequestError
+from octavo.engine.linear import pack_linear_layers
 from octavo.engine.models import load
 from octavo.engine.request import FinishReason, Request, SamplingParams
 from octavo.engine.results import Delta, Result, Stats
@@ -66,6 +67,9 @@ class LLM:
         max_model_len: longest sequence, prompt and output; None: what the model allows.
         enable_prefix_caching: keep the pages of finished requests for prompts that begin alike.
         use_graphs: decode steps run as CUDA graphs; None: on a GPU, if the model can be captured.
+        pack_weights: on a CPU, put the linear layers' weights into the order that its kernels read, which makes them
+            faster; the model can then only run here, not be trained, copied, converted or saved. None: where the
+            processor can, unless a loaded model is given.
 
     Raises:
         ModelError: the model is unknown, broken, or its attention cannot be served.
@@ -90,6 +94,7 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         use_graphs: bool | None = None,
+        pack_weights: bool | None = None,
     ) -> None:
         # What is wrong without the model should not wait for the model.
         if KVFormat.parse(kv_format, torch.float32).v_scaled_by_channel and kv_scales is None:
@@ -126,6 +131,11 @@ class LLM:
         elif longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len must be at most {longest}, the model's positions, got {max_model_len}")
         self.max_model_len = max_model_len
+        pack = not isinstance(model, PreTrainedModel) if pack_weights is None else pack_weights
+        if pack and not pack_linear_layers(self.model) and pack_weights:
+            raise ValueError(
+                "pack_weights=True needs a model of float32 or bfloat16 on a CPU that oneDNN has kernels for"
+            )
         self.runner = ModelRunner(
             self.model,
             kv_format=kv_format,

@@ -17,7 +17,6 @@ from octavo.batch import AttentionBatch
 from octavo.cache import LayerCache, PagedKVCache
 from octavo.engine.attention import CurrentStep, PagedLayer, attach
 from octavo.engine.graphs import DecodeGraphs
-from octavo.engine.linear import speed_up_few_rows
 from octavo.engine.probe import ProbedLayer, probe
 from octavo.engine.scheduler import ScheduledChunk
 from octavo.errors import Unsupported
@@ -34,8 +33,7 @@ class ModelRunner:
     """A model over a paged cache.
 
     Args:
-        model: a Transformers causal language model; its attention is replaced, and on a CPU its linear layers' way
-            of multiplying few rows.
+        model: a Transformers causal language model; its attention is replaced.
         kv_format: how the cache stores K and V.
         kv_scales: static scales of the attention layers, in the model's order, where the format has any.
         block_size: tokens of a page.
@@ -134,7 +132,6 @@ class ModelRunner:
         }
         """Each attention module's pages, in the model's order."""
         self.activate()
-        speed_up_few_rows(model)
         self._keeps_chosen_logits = model._supports_logits_to_keep()
         for layer, cache in {(x.spec, c.k_cache.dtype): (x, c) for x, c in zip(layers, caches, strict=True)}.values():
             self._builder.warm_up(Impl(layer.spec, sinks=layer.sinks), cache, model.dtype, max_num_seqs)
