@@ -22,7 +22,7 @@ from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.kernels import cpu
-from octavo.kernels.cpu import compiled, plain, simd, stored
+from octavo.kernels.cpu import compiled, plain, simd, simd_dots, stored
 from octavo.kernels.cpu.simd_eight_bit import E4M3_UNIT
 from octavo.launch import State
 from octavo.spec import AttentionSpec
@@ -110,6 +110,40 @@ def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
     if dtype == torch.float8_e4m3fn:  # in pairs NaN is found apart
         wanted[[0x7F, 0xFF]] = torch.tensor([480.0, -480.0])
     assert torch.equal((pairs * unit).nan_to_num(7777.0), wanted)
+
+
+@pytest.mark.parametrize("plainly", [False, True], ids=["as it is here", "in plain terms"])
+@pytest.mark.parametrize("dtype", stored.DOTS)
+def test_every_code_is_a_bfloat16(dtype: torch.dtype, plainly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 32 numbers as words for dot products; of those that are not asked for nothing is read."""
+    if plainly:
+        monkeypatch.setattr(simd_dots, "has_byte_tables", lambda: False)
+    tag = stored.DOTS[dtype]
+
+    @njit
+    def load_all(one, other, words, target):
+        for x in (*stored.load_words_of_two(one, other, tag), *stored.load_some_words_of_two(one, other, words, tag)):
+            simd.store(target, x)
+            target += 64
+        for x in (*stored.load_zipped(one, other, True, tag), *stored.load_zipped(one, other, False, tag)):
+            simd.store(target, x)
+            target += 64
+
+    numbers = torch.arange(256).to(torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.randn(256).to(dtype)
+    for first in range(0, 256, 64):
+        rows = numbers[first : first + 64].view(2, 32)
+        for words in (1, 4, 15):
+            found = torch.empty(8, 32, dtype=torch.bfloat16)
+            load_all(*(np.int64(row.data_ptr()) for row in rows), words, np.int64(found.data_ptr()))
+            wanted, low = rows.to(torch.bfloat16), [8 * lane + i for lane in range(4) for i in range(4)]
+            some = torch.where(torch.arange(32) < 2 * words, wanted, 0)
+            zipped = [
+                torch.stack([wanted[0, lanes], second[lanes]], 1).flatten()
+                for second in (wanted[1], torch.zeros(32))
+                for lanes in (low, [lane + 4 for lane in low])
+            ]
+            expected = torch.stack([*wanted, *some, *zipped]).to(torch.bfloat16)
+            assert_same_bits("words", found.nan_to_num(7777.0), expected.nan_to_num(7777.0))
 
 
 EDGES = torch.tensor(
@@ -297,13 +331,22 @@ def test_a_value_that_is_not_a_number_stays_with_its_rows(
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
-    [("fp8_e4m3", "k"), ("fp8_e4m3", "v"), ("fp8_e5m2", "v"), ("int8_kv", "k"), ("int8_per_token", "v")],
+    ("name", "which", "dtype"),
+    [
+        ("fp8_e4m3", "k", torch.float32),
+        ("fp8_e4m3", "k", torch.bfloat16),
+        ("fp8_e4m3", "v", torch.float32),
+        ("fp8_e4m3", "v", torch.bfloat16),
+        ("fp8_e5m2", "v", torch.float32),
+        ("fp8_e5m2", "v", torch.bfloat16),
+        ("int8_kv", "k", torch.float32),
+        ("int8_per_token", "v", torch.float32),
+    ],
 )
-def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str) -> None:
+def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str, dtype: torch.dtype) -> None:
     """The same where NaN is a code, or the scale of a row: of K it takes the LSE too."""
-    spec = AttentionSpec(6, 2, 16)
-    problem = build(Case("bad", spec, (20, 1, 1), (90, 90, 40), 8, dtype=torch.float32, kv_format=name))
+    spec = AttentionSpec(6, 2, 48)
+    problem = build(Case("bad", spec, (20, 1, 1), (90, 90, 40), 8, dtype=dtype, kv_format=name))
     plan = make_plan(problem)
     clean, clean_lse = attend(problem, plan)
     position, channel, cache = 80, 5 if name == "fp8_e4m3" else slice(None), problem.cache
@@ -313,7 +356,7 @@ def test_a_bad_code_or_scale_stays_with_its_rows(name: str, which: str) -> None:
             getattr(cache, f"{which}_cache")[block, position % 8, 1, channel] = torch.nan
         else:
             getattr(cache, f"{which}_descale")[block, 1, position % 8] = torch.nan
-    sees = torch.zeros(22, 6, 16, dtype=torch.bool)
+    sees = torch.zeros(22, 6, 48, dtype=torch.bool)
     sees[10:21, 3:, channel if which == "v" else slice(None)] = True
     dirty, lse = attend(problem, plan)
     assert not dirty[sees].isfinite().any()

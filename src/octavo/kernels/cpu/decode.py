@@ -15,8 +15,7 @@ from numba.extending import overload
 from octavo.kernels.cpu import decode_dots, decode_float, decode_int8
 from octavo.kernels.cpu.decode_dots import from_words
 from octavo.kernels.cpu.decode_tile import FOUND, HEADS, K_SCALES, LINE, TILE, V_SCALES, VALUES, WIDE_TILE
-from octavo.kernels.cpu.native import biased, find_rows, finish, key_position, load_query
-from octavo.kernels.cpu.prefill_item import LEAST
+from octavo.kernels.cpu.native import LEAST, biased, find_rows, finish, key_position, load_query
 from octavo.kernels.cpu.simd import (
     add,
     any_above,
@@ -41,7 +40,7 @@ from octavo.kernels.cpu.simd import (
 from octavo.kernels.cpu.simd_base import IS_ZEN
 from octavo.kernels.cpu.simd_eight_bit import store_i16
 from octavo.kernels.cpu.simd_matrix import store_upper
-from octavo.kernels.cpu.stored import INLINED, OPTIONS, by_dots, from_pair, is_int8, size_of, to_pair
+from octavo.kernels.cpu.stored import BY_DOTS, INLINED, OPTIONS, by_dots, from_pair, is_int8, size_of, to_pair
 
 GROUP = 4 if IS_ZEN else 8
 """KV heads, or tiles, that are asked for together, K and V: Intel's hardware follows 32 places where memory is read."""
@@ -50,7 +49,7 @@ V_AHEAD = (GROUP * TILE + 1) * 8
 """Where addresses of V that are asked for follow those of K."""
 
 
-_PRODUCTS = {types.int8: decode_int8, types.uint64: decode_dots}
+_PRODUCTS = {types.int8: decode_int8, **dict.fromkeys(BY_DOTS, decode_dots)}
 """Who computes the two products, by tag; else `decode_float`."""
 
 

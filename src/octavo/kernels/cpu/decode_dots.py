@@ -1,6 +1,7 @@
 """The two products of decode by dot products of bfloat16: K and V as they lie, bfloat16 queries, weights rounded to it.
 
-Nothing is widened: an instruction takes two neighbours of a key, or one number of two keys' values.
+An instruction takes two neighbours of a key, or one number of two keys' values. fp8 numbers are looked up, as bfloat16
+has all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from octavo.kernels.cpu.simd_dots import (
     totals,
     twice,
     zero_words,
-    zip_high,
-    zip_low,
 )
-from octavo.kernels.cpu.stored import OPTIONS, load
+from octavo.kernels.cpu.stored import OPTIONS, load, load_some_words_of_two, load_words_of_two, load_zipped, size_of
 
 STEP = 32
 """Numbers of a vector."""
@@ -56,8 +55,8 @@ def _add_keys(sums, k, q):
 
 
 def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, factors, tag):
-    """`decode._scores` of bfloat16 keys; q in bfloat16, as it is: factors follow."""
-    stride, words = head_dim * 4, head_dim // 2
+    """`decode._scores` of bfloat16 or fp8 keys; q in bfloat16, as it is: factors follow."""
+    size, stride, words = size_of(tag), head_dim * 4, head_dim // 2
     factor, zero = twice(load_f32(factors)), zero_words()
     for t in range(0, count, 4):
         ka = load_int(k + t * 8) + offset
@@ -66,12 +65,12 @@ def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fac
         kd = load_int(k + min(t + 3, count - 1) * 8) + offset
         for i in range(t, min(t + 4, num_ahead)):
             row = load_int(ahead + i * 8)
-            for line in range(0, head_dim * 2, LINE):
+            for line in range(0, head_dim * size, LINE):
                 prefetch_far(row + line)
         sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
         row = q
         for _ in range(words // 16):
-            keys = load_words(ka), load_words(kb), load_words(kc), load_words(kd)
+            keys = load_words_of_two(ka, kb, tag) + load_words_of_two(kc, kd, tag)
             heads = (
                 load_words(row),
                 load_words(row + stride),
@@ -79,15 +78,11 @@ def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fac
                 load_words(row + 3 * stride),
             )
             sums = _add_keys(sums, keys, heads)
-            ka, kb, kc, kd, row = ka + 64, kb + 64, kc + 64, kd + 64, row + 64
+            ka, kb, kc, kd = ka + STEP * size, kb + STEP * size, kc + STEP * size, kd + STEP * size
+            row += 64
         rest = words % 16
         if rest != 0:
-            keys = (
-                load_some_words(ka, rest),
-                load_some_words(kb, rest),
-                load_some_words(kc, rest),
-                load_some_words(kd, rest),
-            )
+            keys = load_some_words_of_two(ka, kb, rest, tag) + load_some_words_of_two(kc, kd, rest, tag)
             heads = (
                 load_some_words(row, rest),
                 load_some_words(row + stride, rest),
@@ -99,14 +94,14 @@ def scores(k, count, offset, ahead, num_ahead, q, head_dim, s, scale_offset, fac
 
 
 def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
-    """`decode._add_values` of bfloat16 values; s becomes words. acc is in the order of `from_words`."""
-    stride, whole = value_dim * 4, value_dim // STEP * STEP
+    """`decode._add_values` of bfloat16 or fp8 values; s becomes words. acc is in the order of `from_words`."""
+    size, stride, whole = size_of(tag), value_dim * 4, value_dim // STEP * STEP
     for d in range(whole, value_dim, 8):
         for head in range(HEADS):
             r = acc + head * stride + d * 4
             a = load_f32(r)
             for t in range(count):
-                a = fma(load_splat(s + t * 16 + head * 4), load(load_int(v + t * 8) + offset + d * 2, tag), a)
+                a = fma(load_splat(s + t * 16 + head * 4), load(load_int(v + t * 8) + offset + d * size, tag), a)
             store(r, a)
     for t in range(0, count, 2):
         store_weights(s + t * 8, load_f32(s + t * 16))
@@ -116,19 +111,17 @@ def add_values(v, count, offset, ahead, num_ahead, s, acc, value_dim, tag):
     for d in range(0, whole, STEP):
         for i in range(asked, min(asked + per_pass, num_ahead)):
             row = load_int(ahead + i * 8)
-            for line in range(0, value_dim * 2, LINE):
+            for line in range(0, value_dim * size, LINE):
                 prefetch_far(row + line)
         asked += per_pass
-        r, base = acc + d * 4, offset + d * 2
+        r, base = acc + d * 4, offset + d * size
         a0, a1 = load_words(r), load_words(r + 64)
         b0, b1 = load_words(r + stride), load_words(r + stride + 64)
         c0, c1 = load_words(r + 2 * stride), load_words(r + 2 * stride + 64)
         d0, d1 = load_words(r + 3 * stride), load_words(r + 3 * stride + 64)
         for t in range(0, count, 2):
-            x, y = load_words(load_int(v + t * 8) + base), zero_words()
-            if t + 1 < count:
-                y = load_words(load_int(v + t * 8 + 8) + base)
-            low, high = zip_low(x, y), zip_high(x, y)
+            one, other = load_int(v + t * 8) + base, load_int(v + t * 8 + 8) + base
+            low, high = load_zipped(one, other, t + 1 < count, tag)
             w = load_word(s + t * 8)
             a0, a1 = add_dot(a0, low, w), add_dot(a1, high, w)
             w = load_word(s + t * 8 + 4)

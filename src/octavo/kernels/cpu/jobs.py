@@ -19,7 +19,7 @@ from numba import cfunc
 
 from octavo.kernels.cpu import decode, prefill, prefill_matrix, prefill_matrix_products, rows
 from octavo.kernels.cpu.native import call_of
-from octavo.kernels.cpu.simd_dots import has_dot_products
+from octavo.kernels.cpu.simd_dots import has_byte_tables, has_dot_products
 from octavo.kernels.cpu.stored import BFLOAT16, COUNTING, DOTS, TAGS
 
 _SOURCES = (
@@ -92,8 +92,8 @@ def _functions() -> dict[str, Callable[[int], None]]:
 
 
 def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool, sources: int) -> Callable[[int], None]:
-    k_tag, v_tag = TAGS[k_dtype], TAGS[v_dtype]
-    k_dots, v_dots = (DOTS if dtype == torch.bfloat16 else TAGS[dtype] for dtype in (k_dtype, v_dtype))
+    k_tag, v_tag, units = TAGS[k_dtype], TAGS[v_dtype], prefill_matrix_products.UNITS
+    k_dots, v_dots = _decode_tag(k_dtype), _decode_tag(v_dtype)
 
     def run(job):
         if sources:
@@ -103,7 +103,7 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool,
             if len(call.prefill.items) > 0:
                 prefill.work(call, k_tag, v_tag)
 
-    def run_dots(job):
+    def run_on_units(job):
         if sources:
             call = call_of(job)
             if len(call.decode.items) > 0:
@@ -111,15 +111,7 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool,
             if len(call.prefill.items) > 0:
                 prefill_matrix.work(call, k_tag, v_tag)
 
-    def run_tiles(job):
-        if sources:
-            call = call_of(job)
-            if len(call.decode.items) > 0:
-                decode.work(call, k_tag, v_tag)
-            if len(call.prefill.items) > 0:
-                prefill_matrix.work(call, k_tag, v_tag)
-
-    def run_tiles_and_dots(job):
+    def run_on_units_or_not(job):
         if sources:
             call = call_of(job)
             if len(call.decode.items) > 0:
@@ -130,14 +122,20 @@ def _attend_function(k_dtype: torch.dtype, v_dtype: torch.dtype, on_units: bool,
             if len(call.prefill.items) > 0:
                 prefill_matrix.work(call, k_tag, v_tag)
 
-    made = run
-    if on_units:
-        has_both = (
-            prefill_matrix_products.UNITS == "tiles" and has_dot_products() and (k_dots, v_dots) != (k_tag, v_tag)
-        )
-        made = run_tiles_and_dots if has_both else run_tiles if prefill_matrix_products.UNITS == "tiles" else run_dots
+    # "dots" are for bfloat16 queries alone, "tiles" for all.
+    both = units == "tiles" and (k_dots, v_dots) != (k_tag, v_tag)
+    made = run if not on_units else run_on_units_or_not if both else run_on_units
     made.__name__ = made.__qualname__ = attend(k_dtype, v_dtype, on_units)
     return made
+
+
+def _decode_tag(dtype: torch.dtype) -> Any:
+    """The tag that decode gets where queries are bfloat16 and prefill runs on units."""
+    if dtype == torch.bfloat16:
+        by_dots = has_dot_products() or prefill_matrix_products.UNITS == "dots"
+    else:
+        by_dots = has_byte_tables()
+    return DOTS.get(dtype, TAGS[dtype]) if by_dots else TAGS[dtype]
 
 
 def _checksum() -> int:

@@ -30,6 +30,9 @@ from octavo.kernels.cpu.stored import COUNTING, FLOAT32, INLINED, OPTIONS, bytes
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
+LEAST = np.finfo(np.float32).min
+"""The least score that something can be taken from: below it is only -inf."""
+
 
 class Shape(NamedTuple):
     """Sizes of a layer, and the shard whose keys are here."""

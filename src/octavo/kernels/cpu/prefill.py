@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from octavo.kernels.cpu.native import array_at, biased, find_rows, finish, key_position, load_query
-from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
+from octavo.kernels.cpu.native import LEAST, array_at, biased, find_rows, finish, key_position, load_query
+from octavo.kernels.cpu.prefill_item import ask, find_bounds, find_terms
 from octavo.kernels.cpu.prefill_tile import (
     KEYS,
     PANEL,

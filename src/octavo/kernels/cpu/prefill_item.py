@@ -8,9 +8,6 @@ from numba import njit
 from octavo.kernels.cpu.simd import prefetch
 from octavo.kernels.cpu.stored import OPTIONS
 
-LEAST = np.finfo(np.float32).min
-"""The least score that something can be taken from: below it is only -inf."""
-
 
 @njit(**OPTIONS)
 def ask(row, num_bytes):

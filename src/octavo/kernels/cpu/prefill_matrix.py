@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from octavo.kernels.cpu.native import (
+    LEAST,
     array_at,
     biased,
     find_output,
@@ -21,7 +22,7 @@ from octavo.kernels.cpu.native import (
     key_position,
     settle,
 )
-from octavo.kernels.cpu.prefill_item import LEAST, ask, find_bounds, find_terms
+from octavo.kernels.cpu.prefill_item import ask, find_bounds, find_terms
 from octavo.kernels.cpu.prefill_matrix_products import give_back, multiply, take
 from octavo.kernels.cpu.prefill_matrix_tile import (
     HALF,

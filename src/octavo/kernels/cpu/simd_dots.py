@@ -10,13 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
+import torch
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import pack_array
 
 from octavo.kernels.cpu.simd_base import (
     DONE,
     F32,
     I1,
+    I8,
     I16,
     I32,
     I64,
@@ -56,11 +59,17 @@ class _Bfloat16(ir.Type):
 _SUMS, _WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 _PAIRS = _WORDS if llvmlite.binding.llvm_version_info[0] < 16 else ir.VectorType(_Bfloat16(), 2 * LANES)
 _SHORTS = ir.VectorType(I16, 2 * LANES)
+_BYTES, _CODES = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 
 def has_dot_products() -> bool:
     """Whether this machine has these instructions."""
     return has_features("avx512f", "avx512bf16")
+
+
+def has_byte_tables() -> bool:
+    """Whether it looks up bytes in tables of 128 as well."""
+    return has_dot_products() and has_features("avx512vbmi")
 
 
 def _add(builder: Any, sums: Any, a: Any, b: Any) -> Any:
@@ -154,6 +163,74 @@ def load_some_words(builder: Any, address: Any, count: Any) -> Any:
     return call(builder, f"llvm.masked.load.v{LANES}f32.p0", _SUMS, place, I32(2), lanes, zero)
 
 
+def _from_codes(builder: Any, codes: Any, dtype: torch.dtype) -> list[Any]:
+    """The bfloat16 of 64 fp8 codes, as two vectors of words: of each sixteen codes the first eight, and the others."""
+    if has_byte_tables():
+        sizes = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.bfloat16)
+        table = sizes.view(torch.int8).view(128, 2)
+        low, high = (_look_up(builder, codes, table[:, half].tolist()) for half in (0, 1))
+        sign = builder.and_(codes, ir.Constant(_CODES, [-128] * 4 * LANES))
+        x, y, second = low, builder.or_(high, sign), 4 * LANES
+        places = [
+            [16 * lane + first + i + of for lane in range(4) for i in range(8) for of in (0, second)]
+            for first in (0, 8)
+        ]
+    else:
+        x = y = _widened(builder, codes, dtype)
+        places = [[16 * lane + first + i for lane in range(4) for i in range(8)] for first in (0, 8)]
+    return [builder.bitcast(shuffle(builder, x, y, lanes), _SUMS) for lanes in places]
+
+
+def _look_up(builder: Any, codes: Any, table: list[int]) -> Any:
+    """table[code % 128], bytes."""
+    low, high = (ir.Constant(_CODES, table[first : first + 64]) for first in (0, 64))
+    return call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, low, codes, high)
+
+
+def _widened(builder: Any, codes: Any, dtype: torch.dtype) -> Any:
+    """The bits of the codes' bfloat16, in plain terms, by way of float16: e5m2 is its upper byte, e4m3 lies a bit lower
+    and has another bias."""
+    shorts, halves, floats, ints = (ir.VectorType(kind, 4 * LANES) for kind in (I16, ir.HalfType(), F32, I32))
+
+    def all_of(kind: Any, value: Any) -> ir.Constant:
+        return ir.Constant(kind, [value] * 4 * LANES)
+
+    upper = builder.shl(builder.zext(codes, shorts), all_of(shorts, 8))
+    if dtype == torch.float8_e5m2:
+        numbers = builder.fpext(builder.bitcast(upper, halves), floats)
+    else:
+        half = builder.and_(builder.ashr(upper, all_of(shorts, 1)), all_of(shorts, 0xBF80))
+        size = builder.and_(upper, all_of(shorts, 0x7F00))
+        numbers = builder.fmul(builder.fpext(builder.bitcast(half, halves), floats), all_of(floats, 256.0))
+        numbers = builder.select(
+            builder.icmp_unsigned("==", size, all_of(shorts, 0x7F00)), all_of(floats, float("nan")), numbers
+        )
+    return builder.trunc(builder.lshr(builder.bitcast(numbers, ints), all_of(ints, 16)), shorts)
+
+
+def words_of_rows(builder: Any, one: Any, other: Any, dtype: torch.dtype) -> Any:
+    """Two rows of 32 codes: sixteen words of each."""
+    lanes = [32 * row + 8 * lane + i for lane in range(4) for row in (0, 1) for i in range(8)]
+    return pack_array(builder, _from_codes(builder, shuffle(builder, one, other, lanes), dtype))
+
+
+def zipped_words(builder: Any, one: Any, other: Any, dtype: torch.dtype) -> Any:
+    """Two rows of 32 codes: `zip_words_low` and `zip_words_high` of them."""
+    lanes = [32 * row + i for i in range(32) for row in (0, 1)]
+    return pack_array(builder, _from_codes(builder, shuffle(builder, one, other, lanes), dtype))
+
+
+def load_codes(builder: Any, address: Any, count: Any = None) -> Any:
+    """32 codes, or the first `count` words' and then zeros."""
+    if count is None:
+        return load_vector(builder, address, I8, 2 * LANES, 1)
+    mask = builder.trunc(builder.sub(builder.shl(I64(1), builder.shl(count, I64(1))), I64(1)), I32)
+    lanes = builder.bitcast(mask, ir.VectorType(I1, 2 * LANES))
+    place = builder.inttoptr(address, _BYTES.as_pointer())
+    zero = ir.Constant(_BYTES, [0] * 2 * LANES)
+    return call(builder, f"llvm.masked.load.v{2 * LANES}i8.p0", _BYTES, place, I32(1), lanes, zero)
+
+
 @operation(V16, A)
 def load_word(builder: Any, address: Any) -> Any:
     """One word in all lanes."""
@@ -166,13 +243,13 @@ def _zip(builder: Any, a: Any, b: Any, first: int) -> Any:
 
 
 @operation(V16, V16, V16)
-def zip_low(builder: Any, a: Any, b: Any) -> Any:
+def zip_words_low(builder: Any, a: Any, b: Any) -> Any:
     """Words of (a, b)'s bfloat16 numbers 0 to 3, 8 to 11, 16 to 19, 24 to 27: one instruction's order."""
     return _zip(builder, a, b, 0)
 
 
 @operation(V16, V16, V16)
-def zip_high(builder: Any, a: Any, b: Any) -> Any:
+def zip_words_high(builder: Any, a: Any, b: Any) -> Any:
     """Words of the other numbers, 4 to 7 and so on."""
     return _zip(builder, a, b, 4)
 

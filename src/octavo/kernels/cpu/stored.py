@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import from_dtype, njit, types
 from numba.core.cgutils import pack_array
 
 from octavo.kernels.cpu.simd import (
@@ -24,12 +24,23 @@ from octavo.kernels.cpu.simd import (
     zip_high,
     zip_low,
 )
-from octavo.kernels.cpu.simd_base import I8X16, I64, V8, A, tagged
+from octavo.kernels.cpu.simd_base import I8X16, I64, V8, V16, A, tagged
+from octavo.kernels.cpu.simd_dots import (
+    load_codes,
+    load_some_words,
+    load_words,
+    words_of_rows,
+    zero_words,
+    zip_words_high,
+    zip_words_low,
+    zipped_words,
+)
 from octavo.kernels.cpu.simd_eight_bit import (
     E4M3_UNIT,
     load_e4m3,
     load_e4m3_even,
     load_e4m3_odd,
+    load_e4m3_scaled,
     load_e5m2,
     load_e5m2_even,
     load_e5m2_odd,
@@ -82,8 +93,8 @@ TAGS = {
 }
 """Tags: NumPy scalar types, as Numba tells functions of different types apart; they only stand for the dtypes."""
 
-DOTS = np.uint64
-"""The tag of bfloat16 that decode multiplies by dot products."""
+DOTS = {torch.bfloat16: np.uint64, torch.float8_e4m3fn: np.int64, torch.float8_e5m2: np.int32}
+"""Tags of what decode multiplies by dot products of bfloat16; fp8 where the machine looks up bytes in tables."""
 
 
 class _Stored(NamedTuple):
@@ -103,10 +114,14 @@ _BY_TAG = {
     types.uint8: _Stored(1, load_e4m3, load_e4m3_even, load_e4m3_odd, E4M3_UNIT),
     types.uint32: _Stored(1, load_e5m2, load_e5m2_even, load_e5m2_odd),
     types.uint64: _Stored(2, load_bf16),
+    types.int64: _Stored(1, load_e4m3_scaled),
+    types.int32: _Stored(1, load_e5m2),
 }
 
+BY_DOTS = {from_dtype(np.dtype(tag)): dtype for dtype, tag in DOTS.items()}
+"""The dtypes of these tags, by Numba's types."""
 
-_PAIR = types.UniTuple(V8, 2)
+_PAIR, _WORDS = types.UniTuple(V8, 2), types.UniTuple(V16, 2)
 
 
 @tagged(V8, A)
@@ -182,8 +197,38 @@ def is_int8(of: Any, _builder: Any) -> Any:
 
 @tagged(types.boolean)
 def by_dots(of: Any, _builder: Any) -> Any:
-    """Whether the numbers are bfloat16 for dot products."""
-    return ir.IntType(1)(of == types.uint64)
+    """Whether the numbers are for dot products of bfloat16."""
+    return ir.IntType(1)(of in BY_DOTS)
+
+
+@tagged(_WORDS, A, A)
+def load_words_of_two(of: Any, builder: Any, one: Any, other: Any) -> Any:
+    """Two rows' 32 numbers as words of bfloat16."""
+    if of == types.uint64:
+        return pack_array(builder, [load_words.emit(builder, row) for row in (one, other)])
+    x, y = (load_codes(builder, row) for row in (one, other))
+    return words_of_rows(builder, x, y, BY_DOTS[of])
+
+
+@tagged(_WORDS, A, A, types.int64)
+def load_some_words_of_two(of: Any, builder: Any, one: Any, other: Any, count: Any) -> Any:
+    """The same of the first `count` words, fewer than sixteen; then zeros."""
+    if of == types.uint64:
+        return pack_array(builder, [load_some_words.emit(builder, row, count) for row in (one, other)])
+    x, y = (load_codes(builder, row, count) for row in (one, other))
+    return words_of_rows(builder, x, y, BY_DOTS[of])
+
+
+@tagged(_WORDS, A, A, types.boolean)
+def load_zipped(of: Any, builder: Any, one: Any, other: Any, both: Any) -> Any:
+    """Two rows' 32 numbers as words of one of each, in the order of `zip_words_low` and `zip_words_high`; without both
+    the other's count as 0."""
+    if of == types.uint64:
+        x, y = (load_words.emit(builder, row) for row in (one, other))
+        y = builder.select(both, y, zero_words.emit(builder))
+        return pack_array(builder, [zip_words.emit(builder, x, y) for zip_words in (zip_words_low, zip_words_high)])
+    x, y = (load_codes(builder, row) for row in (one, other))
+    return zipped_words(builder, x, builder.select(both, y, y.type([0] * y.type.count)), BY_DOTS[of])
 
 
 @tagged(types.float64)
