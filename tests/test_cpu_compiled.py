@@ -18,7 +18,7 @@ import torch
 from numba import njit
 
 import octavo
-from conformance.harness import attend, make_plan
+from conformance.harness import Cut, attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.kernels import cpu
@@ -307,6 +307,22 @@ def test_decode_begins_with_scores_of_minus_infinity(dtype: torch.dtype) -> None
     assert lse[0, 0].item() == pytest.approx((problem.keys[0][32, 0].double().sum() / math.sqrt(8)).item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("compiles", [True, False], ids=["Numba", "PyTorch"])
+@pytest.mark.parametrize("num_tokens", [1, 20], ids=["decode", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_scores_of_minus_infinity_has_no_weight(
+    dtype: torch.dtype, num_tokens: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "HAS_NUMBA", compiles)
+    problem = build(Case("part", AttentionSpec(2, 1, 8), (num_tokens,), (23,), 1, dtype=dtype))
+    problem.q.abs_()
+    for position in (2, 3, 22):
+        problem.keys[0][position, 0, 5] = -torch.inf
+        problem.cache.k_cache[problem.batch.block_table[0, position].long(), 0, 0, 5] = -torch.inf
+    for num_splits in (1, 4, 23):
+        assert_attention(problem, *attend(problem, make_plan(problem, Cut(num_splits=num_splits))))
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize(("which", "bad"), [("v", torch.nan), ("v", torch.inf), ("k", torch.nan)])
@@ -393,11 +409,13 @@ def test_scores_as_low_as_they_get(
     problem = build(Case("low", spec, (num_tokens,), (num_tokens,), 8, dtype=dtype))
     problem.q.zero_()[..., 0] = 1
     problem.cache.k_cache.zero_()[..., 0] = key
-    out, lse = attend(problem, make_plan(problem))
     if math.isinf(key):
+        out, lse = torch.empty(num_tokens, 2, 8, dtype=dtype), torch.empty(num_tokens, 2)
+        octavo.run(make_plan(problem), spec, problem.q, problem.cache, out, lse)
         assert out.isnan().all()
+        assert bool((lse == -math.inf).all())
     else:
-        assert_attention(problem, out, lse)
+        assert_attention(problem, *attend(problem, make_plan(problem)))
 
 
 def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> None:

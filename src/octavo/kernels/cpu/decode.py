@@ -197,7 +197,9 @@ def _store_results(call, row, h, split, sees, state, acc, tag):
         block, lane, head = i // HEADS, i % HEADS, h * call.shape.group + i
         m, l = state[block, lane], state[block, 8 + lane] + state[block, 12 + lane]
         if sees and l == 0 and len(call.sinks) == 0:
-            l = np.float32(np.nan)  # all scores are -inf
+            # All scores are -inf: no number here, and no weight among other parts.
+            for d in range(0, width * 4, 32):
+                store(values + d, splat(np.float32(np.nan)))
         finish(call, head, call.rows.rows[row], split, m, l, values, tag)
 
 

@@ -69,7 +69,7 @@ class _Layer:
         batch, packed = n * spec.num_kv_heads, rows * spec.group_size
         q, q_scale = self._query(tile)
         m = q.new_full((batch, packed, 1), -torch.inf)
-        may_be_empty = tile.some_see_nothing or len(tile.chunks) > 1
+        may_be_empty = careful or tile.some_see_nothing or len(tile.chunks) > 1
         l, acc = torch.zeros_like(m), q.new_zeros(batch, packed, spec.v_dim)
         for i, chunk in enumerate(tile.chunks):
             scores = self._scores(tile, chunk, q, q_scale, self._gather("k", self.cache.k_cache, chunk))
