@@ -118,7 +118,7 @@ def test_every_code_is_a_bfloat16(dtype: torch.dtype, plainly: bool, monkeypatch
     """Rows of 32 numbers as words for dot products; of those that are not asked for nothing is read."""
     if plainly:
         monkeypatch.setattr(simd_dots, "has_byte_tables", lambda: False)
-    tag = stored.DOTS[dtype]
+    tag, unit = stored.DOTS[dtype], E4M3_UNIT if dtype == torch.float8_e4m3fn else 1.0
 
     @njit
     def load_all(one, other, words, target):
@@ -135,7 +135,7 @@ def test_every_code_is_a_bfloat16(dtype: torch.dtype, plainly: bool, monkeypatch
         for words in (1, 4, 15):
             found = torch.empty(8, 32, dtype=torch.bfloat16)
             load_all(*(np.int64(row.data_ptr()) for row in rows), words, np.int64(found.data_ptr()))
-            wanted, low = rows.to(torch.bfloat16), [8 * lane + i for lane in range(4) for i in range(4)]
+            wanted, low = rows.to(torch.bfloat16) / unit, [8 * lane + i for lane in range(4) for i in range(4)]
             some = torch.where(torch.arange(32) < 2 * words, wanted, 0)
             zipped = [
                 torch.stack([wanted[0, lanes], second[lanes]], 1).flatten()
@@ -275,7 +275,9 @@ from tolerance import assert_attention
 torch.set_num_threads(1)
 problem = build(Case("haswell", AttentionSpec(6, 2, 72, value_dim=40), (1, 30), (150, 31)), poison=float("nan"))
 assert_attention(problem, *attend(problem, make_plan(problem)))
-assert set(jobs._MADE) == {"attend_bfloat16_bfloat16"}
+assert set(jobs._MADE) == {
+    "attend", "decode_of_bfloat16_and_bfloat16", "prefill", "load_keys_of_bfloat16", "load_values_of_bfloat16"
+}
 """
 
 
@@ -426,7 +428,8 @@ def test_kernels_are_kept_on_disk_until_their_sources_change(tmp_path: Path) -> 
 import sys
 from octavo.kernels.cpu import jobs
 for name in sys.argv[1:]:
-    print(jobs.cfunc("void(int64)", cache=True, **jobs.COUNTING)(jobs._functions()[name]).cache_hits)
+    function = jobs._functions()[name]
+    print(jobs.cfunc(jobs.signature_of(function), cache=True, **jobs.COUNTING)(function).cache_hits)
 """
     env = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
@@ -434,8 +437,8 @@ for name in sys.argv[1:]:
         command = [sys.executable, "-c", code, *names]
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
 
-    names = ("merge", "attend_float32_float32")
-    assert [hits(*names), hits(*names)] == [["0", "0"], ["1", "1"]]
+    names = ("merge", "decode_of_int8_and_float32", "load_values_of_int8")
+    assert [hits(*names), hits(*names)] == [["0"] * 3, ["1"] * 3]
     with (tmp_path / "octavo/kernels/cpu/simd.py").open("a") as source:
         source.write("# changed\n")
     assert hits("merge") == ["0"]

@@ -27,6 +27,7 @@ matrix_units.stand_in(units)
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.kernels.cpu import compiled, jobs
+from octavo.kernels.cpu.jobs import has_dot_products
 from octavo.spec import AttentionSpec
 from tolerance import assert_attention
 torch.set_num_threads(1)
@@ -46,7 +47,7 @@ cases = [
     (AttentionSpec(2, 1, 8, value_dim=88, logits_soft_cap=20.0, alibi="sqrt"), "auto", bfloat16, ((40,), (240,))),
     (AttentionSpec(3, 1, 32, softmax_scale=-0.3, causal=False, window_right=9), "auto", bfloat16, ((30,), (30,))),
 ]
-kernels = {"bfloat16_bfloat16"}
+dtypes = {"bfloat16": "_by_dots" if units == "dots" or has_dot_products() else ""}
 if units == "tiles":
     cases += [
         (numbers, "int8_per_token", bfloat16, lens),
@@ -57,7 +58,7 @@ if units == "tiles":
         (numbers, "int8_per_token", float32, lens),
         (numbers, "int8_per_token", float16, lens),
     ]
-    kernels |= {"float32_float32", "float16_float16", "int8_int8"}
+    dtypes |= dict.fromkeys(("float32", "float16", "int8"), "")
 for spec, name, dtype, lens in cases:
     problem = build(Case("squares", spec, *lens, kv_format=name, dtype=dtype), poison=float("nan"))
     counting.runs = 0
@@ -95,7 +96,12 @@ if units == "tiles":
     out, lse = attend(problem, make_plan(problem))
     assert bool(lse.isfinite().all())
 assert matrix_units.faults[0] == 0
-assert set(jobs._MADE) == {f"attend_{pair}_{units}" for pair in kernels}
+wanted = {"attend", f"prefill_in_{units}"} | ({"prefill_in_tiles_in_parts"} if units == "tiles" else set())
+for of, by_dots in dtypes.items():
+    wanted |= {f"load_{what}_of_{of}_as_squares" for what in ("keys", "values")}
+    if of != "float16":  # which no sequence is decoded in
+        wanted.add(f"decode_of_{of}{by_dots}_and_{of}{by_dots}")
+assert set(jobs._MADE) == wanted, set(jobs._MADE) ^ wanted
 """
 
 

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import octavo.kernels.cpu
+from conformance.harness import Cut, attend, make_plan
+from octavo.bench.cases import Case, build
 from octavo.cli import main
-from octavo.cli.warmup import _models, compile_kernels
-from octavo.kernels.cpu import jobs, prefill_matrix_products
-from octavo.kernels.cpu.prefill_matrix_products import UNITS
+from octavo.cli.warmup import names_for
+from octavo.formats import EIGHT_BIT_FORMATS, FLOAT_FORMATS
+from octavo.kernels.cpu import jobs
+from octavo.spec import AttentionSpec
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "attend"),
-    [
-        ("float32", "float32", "attend_float32_float32"),
-        ("bfloat16", "bfloat16", "attend_bfloat16_bfloat16"),
-        ("float16", "float16", "attend_float16_float16"),
-        ("fp8_e4m3", "bfloat16", "attend_float8_e4m3fn_float8_e4m3fn"),
-        ("fp8_e5m2", "bfloat16", "attend_float8_e5m2_float8_e5m2"),
-        ("int8_kv", "bfloat16", "attend_int8_int8"),
-        ("int8_per_token", "bfloat16", "attend_int8_int8"),
-        ("int8_k", "float16", "attend_int8_float16"),
-    ],
-)
-def test_every_kernel_of_a_format_is_compiled(name: str, dtype: str, attend: str) -> None:
+@pytest.mark.parametrize("dtype", FLOAT_FORMATS)
+@pytest.mark.parametrize("name", ["auto", *EIGHT_BIT_FORMATS])
+def test_nothing_but_what_a_format_uses_is_compiled(name: str, dtype: str) -> None:
+    """A step of decode and prefill, in two parts, so that there is something to merge."""
     jobs._MADE.clear()
-    assert compile_kernels(name, dtype) > 0
-    on_units = UNITS == "tiles" or (UNITS == "dots" and dtype == "bfloat16")
-    assert jobs._MADE.keys() == {f"{attend}_{UNITS}" if on_units else attend, "append", "merge"}
+    jobs.pages_of.cache_clear()
+    case = Case("warm", AttentionSpec(2, 1, 8), (1, 32), (40, 32), 8, dtype=FLOAT_FORMATS[dtype], kv_format=name)
+    problem = build(case)
+    attend(problem, make_plan(problem, Cut(num_splits=2)))
+    new = problem.q[:, :1].contiguous()
+    octavo.append(problem.cache, new, new, torch.full((33,), -1, dtype=torch.int64))
+    assert jobs._MADE.keys() == set(names_for([(dtype if name == "auto" else name, dtype)]))
 
 
-def test_for_which_models_a_format_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are dot products of bfloat16, another kernel serves models that they do not."""
-    for units, default, given in (
-        ("", ["bfloat16"], ["bfloat16"]),
-        ("tiles", ["bfloat16"], ["bfloat16"]),
-        ("dots", ["bfloat16", "float32"], ["float16"]),
-    ):
-        monkeypatch.setattr(prefill_matrix_products, "UNITS", units)
-        assert _models("int8_kv", None) == default
-        assert _models("fp8_e4m3", ["float16"]) == given
-        assert _models("int8_k", None) == ["bfloat16"]
-        assert _models("int8_k", ["float16"]) == ["float16"]
+def test_the_longest_come_first() -> None:
+    are_kernels = [
+        name.startswith(("decode", "prefill")) for name in names_for([("auto", "bfloat16"), ("int8_k", "float32")])
+    ]
+    assert are_kernels == sorted(are_kernels, reverse=True)
+    assert sum(are_kernels) >= 3
 
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,9 +32,6 @@ TILE_NUMBERS = 96 * 1024
 FLOPS_PER_BYTE = 6
 """Floating-point operations that take as long as reading a byte."""
 
-WHOLE = set(KINDS) - {torch.float32, torch.float16}
-"""Dtypes of pages whose numbers are bfloat16 too."""
-
 _WORKERS = Workers()
 
 Array = np.ndarray[Any, Any]
@@ -86,7 +83,9 @@ def on_units(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype) -
     """Whether prefill is products of bfloat16: on matrix units always, with dot products where no number is split, as
     they are twice as fast as those of float32."""
     units = prefill_matrix_products.UNITS
-    return units == "tiles" or (units == "dots" and q_dtype == torch.bfloat16 and {k_dtype, v_dtype} <= WHOLE)
+    return units == "tiles" or (
+        units == "dots" and q_dtype == torch.bfloat16 and not {k_dtype, v_dtype} & jobs.IN_PARTS
+    )
 
 
 def can_append(cache: LayerCache, k: Tensor, v: Tensor) -> bool:
@@ -172,12 +171,15 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
     _kept, scales = _scales(plan, operands)
     redo = np.zeros(len(items), np.uint8)
     marks = _address(redo) if len(items) else 0
-    job = native.pack(shape, tensors, transforms, work.rows, *terms, work.decode, work.prefill, marks, scales)
     k_dtype, v_dtype = cache.k_cache.dtype, cache.v_cache.dtype
+    dtypes = operands.q.dtype, k_dtype, v_dtype
+    used = *dtypes, on_units(*dtypes)
+    pages = jobs.pages_of(*used, len(work.decode_items) > 0, len(items) > 0)
+    job = native.pack(shape, tensors, transforms, work.rows, *terms, work.decode, work.prefill, marks, scales, pages)
     key_bytes = spec.head_dim * k_dtype.itemsize + spec.v_dim * v_dtype.itemsize
     pair_flops = 2 * spec.group_size * (spec.head_dim + spec.v_dim)
     cost = spec.num_kv_heads * (work.decode_keys * key_bytes + work.prefill_pairs * pair_flops // FLOPS_PER_BYTE)
-    kernel = jobs.compiled(jobs.attend(k_dtype, v_dtype, on_units(operands.q.dtype, k_dtype, v_dtype)))
+    kernel = jobs.compiled("attend")
     _WORKERS.run(kernel, job, _threads(cost))
     if len(items) and redo.any():
         # Again, a row at a time: the decode kernel touches only what a row sees.
@@ -187,8 +189,9 @@ def _run(spec: AttentionSpec, plan: Plan, work: Work, operands: Operands, state:
             for row in range(start, end, FEW_ROWS)
         ]
         alone = np.array(pieces, np.int64)
-        again = _items(alone, _units(spec.group_size, alone))
-        _WORKERS.run(kernel, native.pack(shape, tensors, transforms, work.rows, *terms, again, (0, 0, 0), 0, scales), 1)
+        again, pages = _items(alone, _units(spec.group_size, alone)), jobs.pages_of(*used, True, False)
+        job = native.pack(shape, tensors, transforms, work.rows, *terms, again, (0, 0, 0), 0, scales, pages)
+        _WORKERS.run(kernel, job, 1)
 
 
 def _facts(spec: AttentionSpec, plan: Plan) -> tuple[native.Shape, native.Transforms]:

@@ -156,7 +156,7 @@ def _load_queries(call, row, h, q, factors, tag):
     for i in range((shape.group + HEADS - 1) // HEADS * HEADS):
         row_q, factor = q + i * shape.head_dim * 4, np.float32(0)
         if i < shape.group:
-            factor = load_query(call, call.rows.rows[row], h * shape.group + i, row_q, tag)
+            factor = load_query(call, call.rows.rows[row], h * shape.group + i, row_q)
         else:
             for d in range(0, shape.head_dim * 4, 32):
                 store(row_q + d, zero)
@@ -200,7 +200,7 @@ def _store_results(call, row, h, split, sees, state, acc, tag):
             # All scores are -inf: no number here, and no weight among other parts.
             for d in range(0, width * 4, 32):
                 store(values + d, splat(np.float32(np.nan)))
-        finish(call, head, call.rows.rows[row], split, m, l, values, tag)
+        finish(call, head, call.rows.rows[row], split, m, l, values)
 
 
 @njit(**OPTIONS)

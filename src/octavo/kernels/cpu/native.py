@@ -13,8 +13,10 @@ from numba import carray, njit
 from octavo.kernels.cpu.rounding import quantised, row_scale
 from octavo.kernels.cpu.simd import (
     absolute,
+    call_job,
     fma,
     load_f32,
+    load_int,
     load_one,
     load_real,
     mul,
@@ -101,6 +103,17 @@ class Rows(NamedTuple):
     block_table: np.ndarray  # [n, max_blocks] int32
 
 
+class Pages(NamedTuple):
+    """What K and V are stored as, and the machine code for them; see `jobs`. Code of 0 is not needed."""
+
+    k_kind: int
+    v_kind: int
+    decode: int  # takes the job, as `prefill` does
+    prefill: int
+    load_keys: int  # `load_keys` of the prefill kernel's tile
+    load_values: int
+
+
 class Items(NamedTuple):
     """Work that threads take piece by piece."""
 
@@ -122,11 +135,12 @@ class Call(NamedTuple):
     decode: Items
     prefill: Items
     redo: int  # address of [prefill items] bytes, see `prefill.work`
+    pages: Pages
 
 
-_JOB = struct.Struct("8q 21q 2dq 6q4q 2q2q 3q3q q 15q 2q")
+_JOB = struct.Struct("8q 21q 2dq 6q4q 2q2q 3q3q q 15q 6q 2q")
 """A call in memory, eight bytes a word: shape, tensors, transforms; the addresses of the rows' arrays, then their
-sizes; slopes and sinks, (address, length); items, (address, number, largest), twice; redo; scales; the two
+sizes; slopes and sinks, (address, length); items, (address, number, largest), twice; redo; scales; pages; the two
 counters."""
 
 
@@ -144,11 +158,12 @@ def pack(
     prefill: tuple[int, int, int],
     redo: int,
     scales: tuple[int, ...],
+    pages: Pages,
 ) -> ctypes.Array[ctypes.c_char]:
     """A call as kernels read it, and the memory that its threads count in: addresses and sizes, see `_JOB`."""
     job = ctypes.create_string_buffer(_JOB.size)
     items = *decode, *prefill, redo
-    _JOB.pack_into(job, 0, *shape, *tensors, *transforms, *rows, *slopes, *sinks, *items, *scales, 0, 0)
+    _JOB.pack_into(job, 0, *shape, *tensors, *transforms, *rows, *slopes, *sinks, *items, *scales, *pages, 0, 0)
     return job
 
 
@@ -202,10 +217,20 @@ def call_of(job):
         rows,
         array_at(w[42], (w[43],), np.float32),
         array_at(w[44], (w[45],), np.float32),
-        Items(array_at(w[46], (w[47], 6), np.int64), w[48], job + 68 * 8),
-        Items(array_at(w[49], (w[50], 5), np.int64), w[51], job + 69 * 8),
+        Items(array_at(w[46], (w[47], 6), np.int64), w[48], job + 74 * 8),
+        Items(array_at(w[49], (w[50], 5), np.int64), w[51], job + 75 * 8),
         w[52],
+        Pages(w[68], w[69], w[70], w[71], w[72], w[73]),
     )
+
+
+@njit(**OPTIONS)
+def attend(job):
+    """Run the kernels of a job that have items."""
+    if load_int(job + 47 * 8) > 0:
+        call_job(load_int(job + 70 * 8), job)
+    if load_int(job + 50 * 8) > 0:
+        call_job(load_int(job + 71 * 8), job)
 
 
 @njit(**OPTIONS)
@@ -255,21 +280,18 @@ def sink_of(call, head):
 
 
 @njit(**INLINED)
-def query_factor(call, row, head, tag):
-    """What one head's scores are multiplied with, but for int8's scales of rows; tag: of K."""
-    scales, factor = call.scales, np.float32(call.transforms.before * unit_of(tag))
+def query_factor(call, row, head):
+    """What one head's scores are multiplied with, but for int8's scales of rows."""
+    scales, factor = call.scales, np.float32(call.transforms.before * unit_of(call.pages.k_kind))
     if scales.q != 0:
         factor *= load_one(scales.q + row * scales.q_strides[0] + head // call.shape.group * scales.q_strides[1])
     return factor
 
 
 @njit(**OPTIONS)
-def load_query(call, row, head, target, tag):
-    """One head's query to `target` [head_dim] float32, whole numbers where K is int8. Returns its factor.
-
-    tag: of K.
-    """
-    tensors, width, factor = call.tensors, call.shape.head_dim, query_factor(call, row, head, tag)
+def load_query(call, row, head, target):
+    """One head's query to `target` [head_dim] float32, whole numbers where K is int8. Returns its factor."""
+    tensors, width, factor = call.tensors, call.shape.head_dim, query_factor(call, row, head)
     source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
     size = bytes_of(tensors.q_kind)
     for d in range(0, width, 8):
@@ -283,12 +305,11 @@ def load_query(call, row, head, target, tag):
 
 
 @njit(**INLINED)
-def settle(call, head, row, split, m, l, tag):
+def settle(call, head, row, split, m, l):
     """Write one head's LSE; returns what its weighted sum of values is multiplied with.
 
     Args:
         m, l: largest score, in powers of two, and the sum of weights.
-        tag: of V.
     """
     tensors, sink = call.tensors, sink_of(call, head)
     scale, top = np.float32(1), max(m, sink)
@@ -303,7 +324,7 @@ def settle(call, head, row, split, m, l, tag):
         )
         value = (top + math.log2(l)) * LN_2 if l != 0 else -np.inf
         store_one(lse, np.float32(value))
-    return scale / l * np.float32(unit_of(tag)) if l != 0 else np.float32(0)
+    return scale / l * unit_of(call.pages.v_kind) if l != 0 else np.float32(0)
 
 
 @njit(**INLINED)
@@ -314,14 +335,14 @@ def find_output(call, head, row, split):
 
 
 @njit(**OPTIONS)
-def finish(call, head, row, split, m, l, acc, tag):
+def finish(call, head, row, split, m, l, acc):
     """Write one head's output and LSE.
 
     Args:
-        m, l, tag: see `settle`.
+        m, l: see `settle`.
         acc: address of the weighted sum of values, [value_dim] float32.
     """
-    tensors, scales, factor = call.tensors, call.scales, splat(settle(call, head, row, split, m, l, tag))
+    tensors, scales, factor = call.tensors, call.scales, splat(settle(call, head, row, split, m, l))
     by_channel = scales.out_strides[2] != 0
     given = scales.out + row * scales.out_strides[0] + head // call.shape.group * scales.out_strides[1]
     if scales.out != 0 and not by_channel:

@@ -19,13 +19,13 @@ from octavo.kernels.cpu.prefill_tile import (
     SPAN,
     STEP,
     find_scales,
-    load_keys,
-    load_values,
     scale_keys,
     scale_values,
 )
 from octavo.kernels.cpu.simd import (
     add,
+    call_load_keys,
+    call_load_values,
     exp2,
     fetch_add,
     first_lane,
@@ -48,7 +48,7 @@ from octavo.kernels.cpu.simd import (
     total,
 )
 from octavo.kernels.cpu.simd_base import WIDE
-from octavo.kernels.cpu.stored import INLINED, OPTIONS, size_of
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, bytes_of
 
 GROUP = 6
 """Rows that meet keys together."""
@@ -224,24 +224,25 @@ def _softmax(s, start, end, tops, state, acc, width):
 
 
 @njit(**OPTIONS)
-def _load_queries(call, row_start, num_rows, head, q, tag):
+def _load_queries(call, row_start, num_rows, head, q):
     """Rows of one KV head, scaled: q [rows of six][head_dim], zeros past the last."""
     shape = call.shape
     q[num_rows:] = 0
     for r in range(num_rows):
         row, q_head = call.rows.rows[row_start + r // shape.group], head * shape.group + r % shape.group
         target = np.int64(q.ctypes.data) + r * shape.head_dim * 4
-        factor = splat(load_query(call, row, q_head, target, tag))
+        factor = splat(load_query(call, row, q_head, target))
         for d in range(0, shape.head_dim * 4, 32):
             store(target + d, mul(factor, load_f32(target + d)))
 
 
 @njit(**INLINED)
-def _attend(call, item, scratch, k_tag, v_tag):
+def _attend(call, item, scratch):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, split, row_start, row_end, head = item
     q, acc, state, s, k, v, distances, found, bounds, terms, factors, tops = scratch
-    shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
+    shape, tensors, transforms, scales, pages = call.shape, call.tensors, call.transforms, call.scales, call.pages
+    k_bytes, v_bytes = shape.head_dim * bytes_of(pages.k_kind), shape.value_dim * bytes_of(pages.v_kind)
     table = call.rows.block_table[seq]
     num_rows, width = (row_end - row_start) * shape.group, acc.shape[1]
     q_base, acc_base, state_base = np.int64(q.ctypes.data), np.int64(acc.ctypes.data), np.int64(state.ctypes.data)
@@ -250,7 +251,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
     bounds_base, tops_base = np.int64(bounds.ctypes.data), np.int64(tops.ctypes.data)
     if transforms.bias != 0:
         find_terms(call, item, terms)
-    _load_queries(call, row_start, num_rows, head, q, k_tag)
+    _load_queries(call, row_start, num_rows, head, q)
     acc[:] = 0
     state[:, 0] = -np.inf
     state[:, 1] = 0
@@ -270,8 +271,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         num_next = max(min(last - tile - KEYS, KEYS), 0)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.k, tensors.k_strides, next_keys)
         find_rows(table, shape.block_size, tile + KEYS, num_next, tensors.v, tensors.v_strides, next_values)
-        load_keys(keys, begin, end, k_head, shape.head_dim, k_base, k_tag)
-        load_values(values, begin, end, v_head, shape.value_dim, v_base, v_tag)
+        call_load_keys(pages.load_keys, keys, begin, end, k_head, shape.head_dim, k_base, 0)
+        call_load_values(pages.load_values, values, begin, end, v_head, shape.value_dim, v_base)
         if scales.k != 0:
             offset, into = head * scales.k_strides[2], factors_base + begin * 4
             find_scales(
@@ -291,8 +292,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         asked = 0
         for r in range(0, num_rows, GROUP):
             for t in range(asked, min(asked + per_step, num_next)):
-                ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
-                ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
+                ask(load_int(next_keys + t * 8) + k_head, k_bytes)
+                ask(load_int(next_values + t * 8) + v_head, v_bytes)
             asked += per_step
             # The keys that one of the six rows sees, and all panels that hold them.
             lo, hi = np.int64(KEYS), np.int64(0)
@@ -324,12 +325,12 @@ def _attend(call, item, scratch, k_tag, v_tag):
         lost = state[r, 1] == 0 and bounds[r, 0] < bounds[r, 1]
         finite = finite and not lost and np.isfinite(total(sums))
         q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
-        finish(call, q_head, q_row, split, state[r, 0], state[r, 1], row_acc, v_tag)
+        finish(call, q_head, q_row, split, state[r, 0], state[r, 1], row_acc)
     return finite
 
 
 @njit(**INLINED)
-def work(call, k_tag, v_tag):
+def work(call):
     """Take prefill items until none is left; several threads may run this on one call.
 
     An item is (launch sequence, split, launch rows from and to, KV head); the largest is measured in launch rows. The
@@ -359,5 +360,5 @@ def work(call, k_tag, v_tag):
         if index >= len(items):
             break
         item = items[index]
-        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, k_tag, v_tag)
+        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch)
         redo[index] = 0 if finite else 1

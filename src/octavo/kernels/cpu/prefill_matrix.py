@@ -29,16 +29,15 @@ from octavo.kernels.cpu.prefill_matrix_tile import (
     KEYS,
     LINE,
     SQUARE,
-    load_keys,
     load_queries,
-    load_values,
-    parts_of_kind,
     turn,
 )
 from octavo.kernels.cpu.prefill_tile import find_scales
 from octavo.kernels.cpu.simd import (
     add,
     any_above,
+    call_load_keys,
+    call_load_values,
     exp2,
     fetch_add,
     inverse,
@@ -72,7 +71,7 @@ from octavo.kernels.cpu.simd_matrix import (
     store_upper,
     words_of,
 )
-from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, parts_of, size_of, unit_of
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, bytes_of, parts_of_kind, unit_of
 
 STEP = WIDE * 4
 """Bytes of a vector."""
@@ -202,12 +201,11 @@ def _word(acc, factor):
 
 
 @njit(**OPTIONS)
-def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, tag):
+def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room):
     """Write the outputs of an item's rows; whether they are finite.
 
     Args:
         room: for [8][width] float32, and eight more.
-        tag: of V.
     """
     _, split, row_start, _, head = item
     shape, finite, factors = call.shape, True, room + 8 * width * 4
@@ -220,13 +218,13 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
         together = splat(np.float32(0))
         more = together
         if in_words:
-            factor = mul(inverse(load_f32(sums + first * 4)), splat(np.float32(unit_of(tag))))
+            factor = mul(inverse(load_f32(sums + first * 4)), splat(unit_of(call.pages.v_kind)))
             if settled:
                 for i in range(count):
                     r = first + i
                     q_head, q_row = head * shape.group + r % shape.group, call.rows.rows[row_start + r // shape.group]
                     m, l = load_one(tops + r * 4), load_one(sums + r * 4)
-                    store_one(factors + i * 4, settle(call, q_head, q_row, split, m, l, tag))
+                    store_one(factors + i * 4, settle(call, q_head, q_row, split, m, l))
                 factor = load_f32(factors)
             for d in range(0, shape.value_dim, 16):
                 at = block + d * LINE
@@ -262,18 +260,20 @@ def _store_results(call, item, num_rows, tops, sums, acc, width, bounds, room, t
                 for d in range(0, shape.value_dim * 2, 16):
                     store_upper(target + d, load_bf16(source + d))
             else:
-                finish(call, q_head, q_row, split, m, l, room + i * width * 4, tag)
+                finish(call, q_head, q_row, split, m, l, room + i * width * 4)
     return finite
 
 
 @njit(**INLINED)
-def _attend(call, item, scratch, k_tag, v_tag):
+def _attend(call, item, scratch, in_one):
     """One item (sequence, split, first launch row, end, KV head); whether its output is finite."""
     seq, _, row_start, row_end, head = item
     operands, rooms, facts, facts_line, bounds, terms, fresh, found, numbers = scratch
     q, acc, k, v, s, third, room = operands
     query_room, result_room, zeros = rooms
-    shape, tensors, transforms, scales = call.shape, call.tensors, call.transforms, call.scales
+    shape, tensors, transforms, scales, pages = call.shape, call.tensors, call.transforms, call.scales, call.pages
+    k_bytes, v_bytes = shape.head_dim * bytes_of(pages.k_kind), shape.value_dim * bytes_of(pages.v_kind)
+    k_parts, v_parts = (1, 1) if in_one else (parts_of_kind(pages.k_kind), parts_of_kind(pages.v_kind))
     table = call.rows.block_table[seq]
     num_rows = (row_end - row_start) * shape.group
     all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
@@ -295,7 +295,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
         for r in range(num_rows):
             store_one(shifts + r * 4, terms[r, 0])
             store_one(slopes + r * 4, terms[r, 1])
-    load_queries(call, row_start, num_rows, head, q, depth, q_parts, factors, query_room, k_tag)
+    load_queries(call, row_start, num_rows, head, q, depth, q_parts, factors, query_room)
     for r in range(0, all_rows * 4, STEP):
         store(tops + r, splat_wide(np.float32(-np.inf)))
         store(sums + r, splat_wide(np.float32(0)))
@@ -324,8 +324,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         _fill(keys, end, block_end, zeros - k_head)
         _fill(values, block_begin, begin, zeros - v_head)
         _fill(values, end, block_end, zeros - v_head)
-        load_keys(keys, block_begin, block_end, k_head, shape.head_dim, k, depth, k_tag)
-        load_values(values, block_begin, block_end, v_head, shape.value_dim, v, v_tag)
+        call_load_keys(pages.load_keys, keys, block_begin, block_end, k_head, shape.head_dim, k, depth)
+        call_load_values(pages.load_values, values, block_begin, block_end, v_head, shape.value_dim, v)
         if scales.k != 0:
             offset, into = head * scales.k_strides[2], k_scales + begin * 4
             find_scales(
@@ -343,8 +343,8 @@ def _attend(call, item, scratch, k_tag, v_tag):
         asked = 0
         for r in range(0, num_rows, BLOCK):
             for t in range(asked, min(asked + per_step, num_next)):
-                ask(load_int(next_keys + t * 8) + k_head, shape.head_dim * size_of(k_tag))
-                ask(load_int(next_values + t * 8) + v_head, shape.value_dim * size_of(v_tag))
+                ask(load_int(next_keys + t * 8) + k_head, k_bytes)
+                ask(load_int(next_values + t * 8) + v_head, v_bytes)
             asked += per_step
             # The keys that one of the rows sees, and those that all of them see.
             lo, hi, all_lo, all_hi = np.int64(KEYS), np.int64(0), np.int64(0), np.int64(KEYS)
@@ -360,7 +360,7 @@ def _attend(call, item, scratch, k_tag, v_tag):
                 continue
             lo, hi = lo // BLOCK * BLOCK, (hi + BLOCK - 1) // BLOCK * BLOCK
             has_edges = lo < all_lo or all_hi < hi
-            _scores(k, parts_of(k_tag), q + r * depth * 2 * q_parts, q_parts, s, lo, hi, depth)
+            _scores(k, k_parts, q + r * depth * 2 * q_parts, q_parts, s, lo, hi, depth)
             row_factors, row_acc = factors + r * 4, acc + r * width * 4
             if has_edges or must_transform:
                 rows = row_factors, shifts + r * 4, slopes + r * 4, starts + r * 4, ends + r * 4
@@ -371,25 +371,26 @@ def _attend(call, item, scratch, k_tag, v_tag):
             is_fresh = fresh[r // BLOCK] != 0
             row_tops, row_sums = tops + r * 4, sums + r * 4
             _softmax(s, lo, hi, row_factors, by_value, row_tops, row_sums, row_acc, width, is_fresh, p_parts, third)
-            _add_values(v, parts_of(v_tag), s, p_parts, third, row_acc, lo, hi, width, is_fresh, room)
+            _add_values(v, v_parts, s, p_parts, third, row_acc, lo, hi, width, is_fresh, room)
             fresh[r // BLOCK] = 0
     for r in range(0, num_rows, BLOCK):
         if fresh[r // BLOCK] != 0:  # rows that see no keys
             for d in range(acc + r * width * 4, acc + (r + BLOCK) * width * 4, STEP):
                 store(d, splat_wide(np.float32(0)))
-    return _store_results(call, item, num_rows, tops, sums, acc, width, bounds, result_room, v_tag)
+    return _store_results(call, item, num_rows, tops, sums, acc, width, bounds, result_room)
 
 
 @njit(**INLINED)
-def work(call, k_tag, v_tag):
-    """Take prefill items until none is left; as `prefill.work`."""
+def work(call, in_one):
+    """Take prefill items until none is left; as `prefill.work`. in_one: known when it is compiled, whether numbers of K
+    and V are one bfloat16 each, which makes a quicker kernel."""
     items, max_rows, counter = call.prefill
     shape, redo = call.shape, array_at(call.redo, len(items), np.uint8)
     num_rows = (max_rows * shape.group + BLOCK - 1) // BLOCK * BLOCK
     depth = (shape.head_dim + BLOCK - 1) // BLOCK * BLOCK
     width = (shape.value_dim + BLOCK - 1) // BLOCK * BLOCK
     q_bytes = depth * 2 * (parts_of_kind(call.tensors.q_kind) if call.scales.k == 0 else 1)
-    k_bytes, v_bytes = depth * 2 * parts_of(k_tag), width * 2 * parts_of(v_tag)
+    k_bytes, v_bytes = depth * 2 * parts_of_kind(call.pages.k_kind), width * 2 * parts_of_kind(call.pages.v_kind)
     facts_line, bounds, terms = num_rows * 4, np.empty((num_rows, 2), np.int64), np.zeros((num_rows, 2), np.float32)
     fresh = np.empty(num_rows // BLOCK, np.uint8)
     # All else in one piece of memory, every part at the beginning of a cache line.
@@ -428,7 +429,7 @@ def work(call, k_tag, v_tag):
         if index >= len(items):
             break
         item = items[index]
-        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, k_tag, v_tag)
+        finite = _attend(call, (item[0], item[1], item[2], item[3], item[4]), scratch, in_one)
         redo[index] = 0 if finite else 1
     give_back(before)
     # Numba frees what is not named any more, whoever has its address.

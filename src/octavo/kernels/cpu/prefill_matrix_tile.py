@@ -9,7 +9,7 @@ from octavo.kernels.cpu.native import load_query, query_factor
 from octavo.kernels.cpu.prefill_item import ask
 from octavo.kernels.cpu.simd import load_bf16, load_f32, load_int, mul, splat, store, store_one, store_transposed
 from octavo.kernels.cpu.simd_matrix import BLOCK, TILE_BYTES, rest_of, store_upper, words_of
-from octavo.kernels.cpu.stored import BFLOAT16, FLOAT16, FLOAT32, INLINED, OPTIONS, bytes_of, load, parts_of, size_of
+from octavo.kernels.cpu.stored import BFLOAT16, INLINED, OPTIONS, bytes_of, load, parts_of, size_of
 
 KEYS = 128
 """Keys of a tile of keys and values, a multiple of BLOCK."""
@@ -23,12 +23,6 @@ LINE = BLOCK * 4
 SQUARE = BLOCK * TILE_BYTES
 """Bytes of a part of a square of Q, K, turned V or weights, [BLOCK][BLOCK] bfloat16: squares, and the parts of each,
 lie one after another, as they are read."""
-
-
-@njit(**OPTIONS)
-def parts_of_kind(kind):
-    """How many bfloat16 a query's number is the sum of."""
-    return 3 if kind == FLOAT32 else 2 if kind == FLOAT16 else 1
 
 
 @njit(**OPTIONS)
@@ -63,7 +57,7 @@ def _rests(vectors):
     return rest_of(a), rest_of(b), rest_of(c), rest_of(d)
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_keys(rows, start, end, offset, head_dim, k, depth, tag):
     """Rows start to end - 1 of a tile as k [KEYS / BLOCK][depth / BLOCK] squares of (key, number), in parts.
 
@@ -81,7 +75,7 @@ def load_keys(rows, start, end, offset, head_dim, k, depth, tag):
                 at += SQUARE
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_values(rows, start, end, offset, value_dim, v, tag):
     """Rows start to end - 1 of a tile, multiples of BLOCK, as v [width / BLOCK][KEYS / BLOCK] squares of (number, key),
     in parts; two keys to a word as weights stand."""
@@ -116,16 +110,15 @@ def load_values(rows, start, end, offset, value_dim, v, tag):
 
 
 @njit(**INLINED)
-def _load_query(call, row, head, target, line, room, parts, tag):
+def _load_query(call, row, head, target, line, room, parts):
     """One head's query to `target`, parts [head_dim] bfloat16 `line` bytes apart. Returns what its scores are
     multiplied with, >= 0.
 
     Args:
         room: for [head_dim] float32.
-        tag: of K.
     """
     tensors, width = call.tensors, call.shape.head_dim
-    factor = query_factor(call, row, head, tag)
+    factor = query_factor(call, row, head)
     if tensors.q_kind == BFLOAT16 and call.scales.k == 0 and factor >= 0:
         source = tensors.q + row * tensors.q_strides[0] + head * tensors.q_strides[1]
         # As they will be read again, 32 bytes at a time: two halves of that would be waited for.
@@ -134,7 +127,7 @@ def _load_query(call, row, head, target, line, room, parts, tag):
         if width % 16 != 0:
             store_upper(target + width * 2 - 16, load_bf16(source + width * 2 - 16))
         return factor
-    factor = load_query(call, row, head, room, tag)
+    factor = load_query(call, row, head, room)
     sign = splat(np.float32(-1 if factor < 0 else 1))
     for d in range(0, width, 8):
         x = mul(sign, load_f32(room + d * 4))
@@ -145,14 +138,13 @@ def _load_query(call, row, head, target, line, room, parts, tag):
 
 
 @njit(**OPTIONS)
-def load_queries(call, row_start, num_rows, head, q, depth, parts, factors, room, tag):
+def load_queries(call, row_start, num_rows, head, q, depth, parts, factors, room):
     """Rows of one KV head as words: q [blocks][depth / BLOCK] squares of (word, row), in parts; what is past the last
     row is undefined.
 
     Args:
         factors: of each row's scores, [rows of BLOCK] float32, >= 0.
         room: for a row of float32 and eight of bfloat16 in three parts, `depth` numbers each; zeros past head_dim.
-        tag: of K.
     """
     group, rows, line = call.shape.group, room + depth * 4, depth * 2
     size = bytes_of(call.tensors.q_kind)
@@ -162,7 +154,7 @@ def load_queries(call, row_start, num_rows, head, q, depth, parts, factors, room
     for first in range(0, num_rows, 8):
         for r in range(first, min(first + 8, num_rows)):
             row, q_head = call.rows.rows[row_start + r // group], head * group + r % group
-            factor = _load_query(call, row, q_head, rows + (r - first) * line, 8 * line, room, parts, tag)
+            factor = _load_query(call, row, q_head, rows + (r - first) * line, 8 * line, room, parts)
             store_one(factors + r * 4, factor)
         for part in range(parts):
             target = q + first // BLOCK * BLOCK * line * parts + part * SQUARE + first % BLOCK * 4

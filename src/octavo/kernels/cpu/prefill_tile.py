@@ -17,7 +17,7 @@ from octavo.kernels.cpu.simd import (
     store_transposed,
 )
 from octavo.kernels.cpu.simd_base import WIDE
-from octavo.kernels.cpu.stored import OPTIONS, load, size_of
+from octavo.kernels.cpu.stored import INLINED, OPTIONS, load, size_of
 
 KEYS = 128
 """Keys of a tile."""
@@ -32,8 +32,8 @@ SPAN = PANEL * 4
 """Bytes of a row of a panel."""
 
 
-@njit(**OPTIONS)
-def load_keys(rows, start, end, offset, head_dim, k, tag):
+@njit(**INLINED)
+def load_keys(rows, start, end, offset, head_dim, k, _depth, tag):
     """Rows start to end - 1 of a tile as columns of k [KEYS / PANEL][head_dim][PANEL] float32.
 
     rows: where their addresses stand, to which the head's offset is added.
@@ -65,7 +65,7 @@ def load_keys(rows, start, end, offset, head_dim, k, tag):
             )
 
 
-@njit(**OPTIONS)
+@njit(**INLINED)
 def load_values(rows, start, end, offset, value_dim, v, tag):
     """Rows start to end - 1 of a tile as rows of v [width / PANEL][KEYS][PANEL] float32. The width is value_dim up to
     the next multiple of PANEL; the rest is left as it is."""

@@ -47,6 +47,20 @@ from octavo.kernels.cpu.simd_base import (
 # --- Memory -----------------------------------------------------------------------------------------------------
 
 
+def _calling(count: int) -> Any:
+    @operation(types.void, A, *[A] * count)
+    def call_code(builder: Any, address: Any, *arguments: Any) -> Any:
+        """Call the machine code at an address with whole numbers."""
+        function = ir.FunctionType(ir.VoidType(), [I64] * count)
+        builder.call(builder.inttoptr(address, function.as_pointer()), arguments)
+        return DONE
+
+    return call_code
+
+
+call_job, call_load_keys, call_load_values = map(_calling, (1, 7, 6))
+
+
 @operation(V8, A)
 def load_f32(builder: Any, address: Any) -> Any:
     """Eight float32."""

@@ -35,6 +35,7 @@ from octavo.kernels.cpu.simd_base import (
     shuffle,
     store_vector,
 )
+from octavo.kernels.cpu.simd_eight_bit import E4M3_UNIT
 from octavo.kernels.cpu.simd_matrix import BLOCK, TILE_BYTES
 
 ROWS = 8
@@ -164,9 +165,12 @@ def load_some_words(builder: Any, address: Any, count: Any) -> Any:
 
 
 def _from_codes(builder: Any, codes: Any, dtype: torch.dtype) -> list[Any]:
-    """The bfloat16 of 64 fp8 codes, as two vectors of words: of each sixteen codes the first eight, and the others."""
+    """The bfloat16 of 64 fp8 codes, those of e4m3 over E4M3_UNIT, as two vectors of words: of each sixteen codes the
+    first eight, and the others."""
     if has_byte_tables():
         sizes = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.bfloat16)
+        if dtype == torch.float8_e4m3fn:
+            sizes /= E4M3_UNIT
         table = sizes.view(torch.int8).view(128, 2)
         low, high = (_look_up(builder, codes, table[:, half].tolist()) for half in (0, 1))
         sign = builder.and_(codes, ir.Constant(_CODES, [-128] * 4 * LANES))
@@ -188,23 +192,20 @@ def _look_up(builder: Any, codes: Any, table: list[int]) -> Any:
 
 
 def _widened(builder: Any, codes: Any, dtype: torch.dtype) -> Any:
-    """The bits of the codes' bfloat16, in plain terms, by way of float16: e5m2 is its upper byte, e4m3 lies a bit lower
-    and has another bias."""
+    """The bits of the codes' bfloat16, in plain terms, by way of float16: see `simd_eight_bit`."""
     shorts, halves, floats, ints = (ir.VectorType(kind, 4 * LANES) for kind in (I16, ir.HalfType(), F32, I32))
 
     def all_of(kind: Any, value: Any) -> ir.Constant:
         return ir.Constant(kind, [value] * 4 * LANES)
 
-    upper = builder.shl(builder.zext(codes, shorts), all_of(shorts, 8))
-    if dtype == torch.float8_e5m2:
-        numbers = builder.fpext(builder.bitcast(upper, halves), floats)
-    else:
+    half = upper = builder.shl(builder.zext(codes, shorts), all_of(shorts, 8))
+    if dtype == torch.float8_e4m3fn:
         half = builder.and_(builder.ashr(upper, all_of(shorts, 1)), all_of(shorts, 0xBF80))
+    numbers = builder.fpext(builder.bitcast(half, halves), floats)
+    if dtype == torch.float8_e4m3fn:
         size = builder.and_(upper, all_of(shorts, 0x7F00))
-        numbers = builder.fmul(builder.fpext(builder.bitcast(half, halves), floats), all_of(floats, 256.0))
-        numbers = builder.select(
-            builder.icmp_unsigned("==", size, all_of(shorts, 0x7F00)), all_of(floats, float("nan")), numbers
-        )
+        is_nan = builder.icmp_unsigned("==", size, all_of(shorts, 0x7F00))
+        numbers = builder.select(is_nan, all_of(floats, float("nan")), numbers)
     return builder.trunc(builder.lshr(builder.bitcast(numbers, ints), all_of(ints, 16)), shorts)
 
 

@@ -114,13 +114,6 @@ def load_e4m3(builder: Any, address: Any) -> Any:
 
 
 @operation(V8, A)
-def load_e4m3_scaled(builder: Any, address: Any) -> Any:
-    """Eight e4m3."""
-    numbers = load_e4m3.emit(builder, address)
-    return builder.fmul(numbers, constant(E4M3_UNIT, numbers))
-
-
-@operation(V8, A)
 def load_e4m3_even(builder: Any, address: Any) -> Any:
     """Elements 0, 2, ..., 14 of sixteen e4m3, over E4M3_UNIT; NaN as 480, see `note_codes`."""
     return _widened(builder, _e4m3(builder, _even_bytes(builder, address)))

@@ -40,7 +40,6 @@ from octavo.kernels.cpu.simd_eight_bit import (
     load_e4m3,
     load_e4m3_even,
     load_e4m3_odd,
-    load_e4m3_scaled,
     load_e5m2,
     load_e5m2_even,
     load_e5m2_odd,
@@ -102,7 +101,6 @@ class _Stored(NamedTuple):
     one: Any  # loads eight
     even: Any = None  # loads numbers 0, 2, ..., 14, where that costs less than neighbours
     odd: Any = None
-    unit: float = 1.0  # what loaded numbers must be multiplied with
     parts: int = 1  # bfloat16 that a number is the sum of
 
 
@@ -111,10 +109,10 @@ _BY_TAG = {
     types.int16: _Stored(2, load_f16, parts=2),
     types.uint16: _Stored(2, load_bf16, load_bf16_even, load_bf16_odd),
     types.int8: _Stored(1, load_i8),
-    types.uint8: _Stored(1, load_e4m3, load_e4m3_even, load_e4m3_odd, E4M3_UNIT),
+    types.uint8: _Stored(1, load_e4m3, load_e4m3_even, load_e4m3_odd),
     types.uint32: _Stored(1, load_e5m2, load_e5m2_even, load_e5m2_odd),
     types.uint64: _Stored(2, load_bf16),
-    types.int64: _Stored(1, load_e4m3_scaled),
+    types.int64: _Stored(1, load_e4m3),
     types.int32: _Stored(1, load_e5m2),
 }
 
@@ -126,7 +124,7 @@ _PAIR, _WORDS = types.UniTuple(V8, 2), types.UniTuple(V16, 2)
 
 @tagged(V8, A)
 def load(of: Any, builder: Any, address: Any) -> Any:
-    """Eight stored numbers as float32, over the tag's unit."""
+    """Eight stored numbers as float32, over the unit of their kind."""
     return _BY_TAG[of].one.emit(builder, address)
 
 
@@ -203,7 +201,7 @@ def by_dots(of: Any, _builder: Any) -> Any:
 
 @tagged(_WORDS, A, A)
 def load_words_of_two(of: Any, builder: Any, one: Any, other: Any) -> Any:
-    """Two rows' 32 numbers as words of bfloat16."""
+    """Two rows' 32 numbers as words of bfloat16, over the unit of their kind."""
     if of == types.uint64:
         return pack_array(builder, [load_words.emit(builder, row) for row in (one, other)])
     x, y = (load_codes(builder, row) for row in (one, other))
@@ -229,12 +227,6 @@ def load_zipped(of: Any, builder: Any, one: Any, other: Any, both: Any) -> Any:
         return pack_array(builder, [zip_words.emit(builder, x, y) for zip_words in (zip_words_low, zip_words_high)])
     x, y = (load_codes(builder, row) for row in (one, other))
     return zipped_words(builder, x, builder.select(both, y, y.type([0] * y.type.count)), BY_DOTS[of])
-
-
-@tagged(types.float64)
-def unit_of(of: Any, _builder: Any) -> Any:
-    """What `load` and `load_pair` leave to be multiplied with."""
-    return ir.DoubleType()(_BY_TAG[of].unit)
 
 
 @njit(**OPTIONS)
@@ -264,3 +256,15 @@ def bytes_of(kind):
     if kind == FLOAT32:
         return 4
     return 2 if kind <= BFLOAT16 else 1
+
+
+@njit(**OPTIONS)
+def unit_of(kind):
+    """What loaded numbers of this kind must be multiplied with."""
+    return np.float32(E4M3_UNIT if kind == E4M3 else 1)
+
+
+@njit(**OPTIONS)
+def parts_of_kind(kind):
+    """How many bfloat16 a number of this kind is the sum of."""
+    return 3 if kind == FLOAT32 else 2 if kind == FLOAT16 else 1
