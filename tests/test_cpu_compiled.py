@@ -22,7 +22,7 @@ from conformance.harness import Cut, attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.formats import EIGHT_BIT_FORMATS
 from octavo.kernels import cpu
-from octavo.kernels.cpu import compiled, plain, simd, simd_dots, stored
+from octavo.kernels.cpu import compiled, jobs, plain, simd, simd_dots, stored
 from octavo.kernels.cpu.simd_eight_bit import E4M3_UNIT
 from octavo.launch import State
 from octavo.spec import AttentionSpec
@@ -282,7 +282,8 @@ assert set(jobs._MADE) == {
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other machine is x86_64")
-def test_code_for_another_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [{"NUMBA_CPU_NAME": "haswell"}, {"NUMBA_ENABLE_AVX": "0"}], ids=str)
+def test_code_for_another_machine(setting: dict[str, str], tmp_path: Path) -> None:
     """Numba may be told to compile for less than this machine has."""
     tests = Path(__file__).parent
     subprocess.run(
@@ -293,7 +294,7 @@ def test_code_for_another_machine(tmp_path: Path) -> None:
             "PYTHONPATH": f"{tests.parent / 'src'}:{tests}",
             "NUMBA_CACHE_DIR": str(tmp_path),
             "NUMBA_OPT": "0",
-            "NUMBA_CPU_NAME": "haswell",
+            **setting,
         },
     )
 
@@ -442,6 +443,14 @@ for name in sys.argv[1:]:
     with (tmp_path / "octavo/kernels/cpu/simd.py").open("a") as source:
         source.write("# changed\n")
     assert hits("merge") == ["0"]
+
+
+@pytest.mark.parametrize("fact", ["WIDE", "IS_ZEN", "HAS_PAIRS"])
+def test_code_for_another_answer_is_other_code(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba may find the same machine where the kernels are told another one: tiles of two widths must never meet."""
+    before = jobs._checksum()
+    monkeypatch.setattr(jobs, fact, 24 if fact == "WIDE" else not getattr(jobs, fact))
+    assert jobs._checksum() != before
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -11,6 +11,7 @@ from torch import nn
 from engine import tiny
 from octavo import LLM, SamplingParams
 from octavo.engine import linear
+from octavo.engine.errors import ModelError
 from octavo.engine.linear import pack_linear_layers
 from test_cli import tiny_tokenizer
 
@@ -68,6 +69,17 @@ def test_other_layers_stay_as_they_are() -> None:
         assert torch.equal(old, new)
 
 
+class Weight(torch.Tensor):
+    """Holds its numbers in a way of its own, as libraries for quantisation have them."""
+
+
+def test_a_weight_of_another_type_is_left_alone() -> None:
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.randn(8, 8).as_subclass(Weight), requires_grad=False)
+    assert not pack_linear_layers(layer)
+    assert "forward" not in vars(layer)
+
+
 @needs_kernels
 @torch.inference_mode()
 def test_an_embedding_keeps_the_weight_that_it_shares() -> None:
@@ -110,6 +122,15 @@ def test_a_model_that_is_loaded_is_packed_unless_told_not_to(tmp_path: Path) -> 
     tiny_tokenizer(None).save_pretrained(tmp_path)
     assert packed(LLM(tmp_path, num_blocks=8).model) == {True}
     assert packed(LLM(tmp_path, num_blocks=8, pack_weights=False).model) == {False}
+
+
+@pytest.mark.parametrize("family", ["Jamba", "Mamba"])
+def test_a_model_that_is_refused_stays_as_it_is(family: str) -> None:
+    make, reason = tiny.REFUSED[family]
+    model = make()
+    with pytest.raises(ModelError, match=reason):
+        LLM(model, num_blocks=8, pack_weights=True)
+    assert packed(model) == {False}
 
 
 @pytest.mark.parametrize("why", ["dtype", "processor"])

@@ -56,7 +56,7 @@ def read_text(path: Path | None) -> Source:
 
 
 def load_model(console: Console, model: str, dtype: str, device: str | None) -> LoadedModel:
-    """The model, its weights packed where the processor can, and its tokenizer.
+    """The model and its tokenizer.
 
     Raises:
         CommandError: a package is missing, or the model cannot be loaded.
@@ -64,13 +64,10 @@ def load_model(console: Console, model: str, dtype: str, device: str | None) -> 
     with loading(console, model):
         try:
             from octavo.engine.device import best_device
-            from octavo.engine.linear import pack_linear_layers
             from octavo.engine.models import load  # loads Transformers, which takes seconds
 
             quieten_transformers()
-            loaded = load(model, dtype=dtype, device=device or best_device())
-            pack_linear_layers(loaded.model)
-            return loaded
+            return load(model, dtype=dtype, device=device or best_device())
         except ImportError as error:
             raise CommandError(f"{error}; install it with: pip install 'octavo[models,cpu]'") from error
         except ValueError as error:

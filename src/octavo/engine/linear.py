@@ -17,7 +17,7 @@ def pack_linear_layers(model: nn.Module) -> bool:
 
     A packed weight takes the place of the old one, so that the model needs no more memory, unless the old one is an
     embedding too, which stays as it is. Results differ in rounding only. The layers can then run and do nothing else:
-    they cannot be trained, copied, converted or saved.
+    they cannot be trained, copied, moved, converted, saved or run under autocast.
 
     Returns:
         Whether any layer is packed now: not on a GPU, nor where PyTorch has no oneDNN for the processor.
@@ -28,7 +28,7 @@ def pack_linear_layers(model: nn.Module) -> bool:
             packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
             layer.weight = nn.Parameter(packed, requires_grad=False)
             setattr(layer, "forward", MethodType(_forward, layer))  # noqa: B010  mypy forbids the assignment
-    return any(layer.weight.is_mkldnn for layer in layers)
+    return any(_is_packed(layer) for layer in layers)
 
 
 def _has_kernels() -> bool:
@@ -41,13 +41,17 @@ def _has_kernels() -> bool:
     )
 
 
+def _is_packed(layer: nn.Linear) -> bool:
+    return bool(getattr(getattr(layer, "weight", None), "is_mkldnn", False))
+
+
 def _is_served(layer: nn.Linear) -> bool:
-    # A layer that somebody patched is theirs, and so it is if we did.
-    if "forward" in vars(layer) or layer.weight.device.type != "cpu" or not _has_kernels():
+    # A layer that somebody patched is theirs, so it is if we did, and a weight of another type may be anything.
+    if "forward" in vars(layer) or type(layer.weight) is not nn.Parameter or layer.weight.device.type != "cpu":
         return False
     if layer.weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return layer.weight.dtype == torch.float32
+        return _has_kernels() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return layer.weight.dtype == torch.float32 and _has_kernels()
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:

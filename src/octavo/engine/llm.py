@@ -68,8 +68,8 @@ class LLM:
         enable_prefix_caching: keep the pages of finished requests for prompts that begin alike.
         use_graphs: decode steps run as CUDA graphs; None: on a GPU, if the model can be captured.
         pack_weights: on a CPU, put the linear layers' weights into the order that its kernels read, which makes them
-            faster; the model can then only run here, not be trained, copied, converted or saved. None: where the
-            processor can, unless a loaded model is given.
+            faster; the model can then only run here as it is: not be trained, copied, converted or saved, nor run under
+            autocast. None: where the processor can, unless a loaded model is given.
 
     Raises:
         ModelError: the model is unknown, broken, or its attention cannot be served.
@@ -131,11 +131,6 @@ class LLM:
         elif longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len must be at most {longest}, the model's positions, got {max_model_len}")
         self.max_model_len = max_model_len
-        pack = not isinstance(model, PreTrainedModel) if pack_weights is None else pack_weights
-        if pack and not pack_linear_layers(self.model) and pack_weights:
-            raise ValueError(
-                "pack_weights=True needs a model of float32 or bfloat16 on a CPU that oneDNN has kernels for"
-            )
         self.runner = ModelRunner(
             self.model,
             kv_format=kv_format,
@@ -147,6 +142,12 @@ class LLM:
             max_model_len=max_model_len,
             use_graphs=use_graphs,
         )
+        # Not before the runner has accepted the model: packed weights can only be multiplied with.
+        pack = not isinstance(model, PreTrainedModel) if pack_weights is None else pack_weights
+        if pack and not pack_linear_layers(self.model) and pack_weights:
+            raise ValueError(
+                "pack_weights=True needs a model of float32 or bfloat16 on a CPU that oneDNN has kernels for"
+            )
         self.pool = BlockPool(self.runner.num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(
             self.pool,

@@ -33,7 +33,9 @@ from octavo.kernels.cpu import (
     rows,
 )
 from octavo.kernels.cpu.native import Pages, call_of
+from octavo.kernels.cpu.simd_base import IS_ZEN, WIDE
 from octavo.kernels.cpu.simd_dots import has_byte_tables, has_dot_products
+from octavo.kernels.cpu.simd_eight_bit import HAS_PAIRS
 from octavo.kernels.cpu.stored import COUNTING, DOTS, KINDS, TAGS
 
 _SOURCES = (
@@ -59,6 +61,9 @@ _SOURCES = (
     "simd_matrix",
     "stored",
 )
+
+IN_PARTS = {torch.float32, torch.float16}
+"""Dtypes of pages whose numbers are the sum of more than one bfloat16."""
 
 _LOCK = threading.Lock()
 _MADE: dict[str, Any] = {}
@@ -93,10 +98,6 @@ def pages_of(
         for place, name in names_of(q_dtype, k_dtype, v_dtype, on_units).items()
     }
     return Pages(KINDS[k_dtype], KINDS[v_dtype], **code)
-
-
-IN_PARTS = {torch.float32, torch.float16}
-"""Dtypes of pages whose numbers are the sum of more than one bfloat16."""
 
 
 def _is_by_dots(q_dtype: torch.dtype, dtype: torch.dtype) -> bool:
@@ -217,8 +218,10 @@ def _tiles(name: str, tag: Any, sources: int) -> dict[str, Code]:
 
 
 def _checksum() -> int:
-    """Of the kernels' sources."""
-    total = 0
+    """Of the kernels' sources, and of what they are told of the machine: code for one answer must not meet that for
+    another."""
+    facts = WIDE, IS_ZEN, HAS_PAIRS, prefill_matrix_products.UNITS, has_dot_products(), has_byte_tables()
+    total = zlib.crc32(repr(facts).encode())
     for name in _SOURCES:
         total = zlib.crc32(Path(__file__).with_name(f"{name}.py").read_bytes(), total)
     return total or 1

@@ -22,8 +22,9 @@ LANES = 8
 
 def has_features(*names: str) -> bool:
     """Whether the machine that Numba compiles for has all of these; False where a setting of Numba's names another one
-    than this."""
-    found = {} if config.CPU_NAME or config.CPU_FEATURES else llvmlite.binding.get_host_cpu_features()
+    than this, or takes its vectors away."""
+    is_other = config.CPU_NAME or config.CPU_FEATURES or not config.ENABLE_AVX
+    found = {} if is_other else llvmlite.binding.get_host_cpu_features()
     return all(found.get(name, False) for name in names)
 
 

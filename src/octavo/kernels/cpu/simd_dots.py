@@ -168,7 +168,7 @@ def _from_codes(builder: Any, codes: Any, dtype: torch.dtype) -> list[Any]:
     """The bfloat16 of 64 fp8 codes, those of e4m3 over E4M3_UNIT, as two vectors of words: of each sixteen codes the
     first eight, and the others."""
     if has_byte_tables():
-        sizes = torch.arange(128, dtype=torch.uint8).view(dtype).to(torch.bfloat16)
+        sizes = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype).to(torch.bfloat16)
         if dtype == torch.float8_e4m3fn:
             sizes /= E4M3_UNIT
         table = sizes.view(torch.int8).view(128, 2)
