@@ -18,6 +18,7 @@ import torch
 from numba import njit
 
 import octavo
+from apart import run_apart
 from conformance.harness import Cut, attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.formats import EIGHT_BIT_FORMATS
@@ -254,13 +255,7 @@ for spec, name in ((AttentionSpec(6, 2, 72, value_dim=40, window_left=33, sinks=
 def test_vectors_of_sixteen(tmp_path: Path) -> None:
     """The kernels of a machine with AVX-512, computed with two registers a vector where this one has none; and whole
     numbers multiplied in plain terms, as without AVX2."""
-    tests = Path(__file__).parent
-    subprocess.run(
-        [sys.executable, "-c", WIDE],
-        check=True,
-        timeout=300,
-        env={"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"},
-    )
+    run_apart(WIDE, tmp_path)
 
 
 HASWELL = """
@@ -285,18 +280,7 @@ assert set(jobs._MADE) == {
 @pytest.mark.parametrize("setting", [{"NUMBA_CPU_NAME": "haswell"}, {"NUMBA_ENABLE_AVX": "0"}], ids=str)
 def test_code_for_another_machine(setting: dict[str, str], tmp_path: Path) -> None:
     """Numba may be told to compile for less than this machine has."""
-    tests = Path(__file__).parent
-    subprocess.run(
-        [sys.executable, "-c", HASWELL],
-        check=True,
-        timeout=300,
-        env={
-            "PYTHONPATH": f"{tests.parent / 'src'}:{tests}",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-            "NUMBA_OPT": "0",
-            **setting,
-        },
-    )
+    run_apart(HASWELL, tmp_path, **setting)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

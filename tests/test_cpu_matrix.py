@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from numba import njit
 
+from apart import run_apart
 from conformance.harness import attend, make_plan
 from octavo.bench.cases import Case, build
 from octavo.kernels.cpu import compiled, prefill_matrix_products
@@ -108,18 +107,7 @@ assert set(jobs._MADE) == wanted, set(jobs._MADE) ^ wanted
 @pytest.mark.parametrize("units", ["tiles", "dots"])
 def test_stand_ins(units: str, tmp_path: Path) -> None:
     """The kernel with its products in plain terms: masks, biases, sinks, widths, scales of rows, numbers in parts."""
-    tests = Path(__file__).parent
-    subprocess.run(
-        [sys.executable, "-c", STAND_INS, units],
-        check=True,
-        timeout=300,
-        env={
-            "PYTHONPATH": f"{tests.parent / 'src'}:{tests}",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-            "NUMBA_OPT": "0",
-            "MALLOC_PERTURB_": "165",  # memory that was given back holds something else
-        },
-    )
+    run_apart(STAND_INS, tmp_path, units, MALLOC_PERTURB_="165")  # memory that was given back holds something else
 
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,3 +204,19 @@ def test_strided_views() -> None:
     views = replace(problem, q=spread(problem.q), cache=cache)
     out, _ = run(views, make_plan(views))
     assert_same_bits("out", out, wanted)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("positions", [range(17, 20), range(20)], ids=["some", "all"])
+def test_scores_of_minus_infinity_have_no_weight(positions: range, num_splits: int) -> None:
+    problem = build(Case("low", AttentionSpec(2, 1, 16), (1,), (20,), 1, dtype=torch.float32))
+    problem.q.abs_()
+    for position in positions:
+        problem.keys[0][position, 0, 5] = -INF
+        problem.cache.k_cache[problem.batch.block_table[0, position].long(), 0, 0, 5] = -INF
+    out, lse = run(problem, make_plan(problem, Cut(num_splits=num_splits)))
+    if len(positions) < 20:
+        assert_attention(problem, out, lse)
+    else:
+        assert bool((out == 0).all())
+        assert bool((lse == -INF).all())

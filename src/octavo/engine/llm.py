@@ -74,7 +74,8 @@ class LLM:
     Raises:
         ModelError: the model is unknown, broken, or its attention cannot be served.
         Unsupported: a cache format or device that this version does not serve.
-        ValueError: a size is out of range, or scales are missing, unreadable or of another model or format.
+        ValueError: a size is out of range, scales are missing, unreadable or of another model or format, or weights are
+            to be packed that cannot be.
     """
 
     def __init__(

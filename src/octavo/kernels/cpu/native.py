@@ -226,11 +226,13 @@ def call_of(job):
 
 @njit(**OPTIONS)
 def attend(job):
-    """Run the kernels of a job that have items."""
-    if load_int(job + 47 * 8) > 0:
-        call_job(load_int(job + 70 * 8), job)
-    if load_int(job + 50 * 8) > 0:
-        call_job(load_int(job + 71 * 8), job)
+    """Run the kernels of a job that have items: words as in `call_of`, which each kernel calls for itself."""
+    num_decode_items, num_prefill_items = load_int(job + 47 * 8), load_int(job + 50 * 8)
+    decode, prefill = load_int(job + 70 * 8), load_int(job + 71 * 8)
+    if num_decode_items > 0:
+        call_job(decode, job)
+    if num_prefill_items > 0:
+        call_job(prefill, job)
 
 
 @njit(**OPTIONS)

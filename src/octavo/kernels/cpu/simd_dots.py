@@ -174,9 +174,9 @@ def _from_codes(builder: Any, codes: Any, dtype: torch.dtype) -> list[Any]:
         table = sizes.view(torch.int8).view(128, 2)
         low, high = (_look_up(builder, codes, table[:, half].tolist()) for half in (0, 1))
         sign = builder.and_(codes, ir.Constant(_CODES, [-128] * 4 * LANES))
-        x, y, second = low, builder.or_(high, sign), 4 * LANES
+        x, y = low, builder.or_(high, sign)
         places = [
-            [16 * lane + first + i + of for lane in range(4) for i in range(8) for of in (0, second)]
+            [16 * lane + first + i + of for lane in range(4) for i in range(8) for of in (0, 4 * LANES)]
             for first in (0, 8)
         ]
     else:
